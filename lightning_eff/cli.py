@@ -22,8 +22,8 @@ from lightning_eff.core.text import printable
 
 MAX_ERROR_LINES = 5
 GOES_ON = {
-    "train": "; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one",
-    "tune": "; the same command goes on with what it has measured",
+    "train": "; ckpt_path=auto resumes from this command's newest checkpoint, if it has saved one",
+    "tune": "; the same command continues with the trials measured so far",
 }
 """Advice printed for an interrupted verb that can continue."""
 

@@ -75,10 +75,12 @@ class Run:
             return json.loads(report.read_text()) if report.is_file() else {}
         if self.trainer.is_global_zero:
             for folder in self.run_dir.parent.glob("*/checkpoints"):
+                # In the folders of all runs of this recipe: a run that died cannot clean up after itself.
                 for path in remove_leftovers(folder):
                     log.info("removed %s, left by a run that died while saving", path)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
+        # A run may end between two saves of ModelCheckpoint.
         rules.callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
         ignore_library_messages()
         with loggers.ended(self.trainer):
@@ -121,6 +123,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
     """
     launch = launch or Launch.of()
     restart = ray_worker.reported_checkpoint(run_dir) if launch.by == "ray" else None
+    # A worker that Ray restarts resumes from what it reported, whatever the recipe says.
     ckpt_path = restart or find_checkpoint(values, task_folder(values, recipe))
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -147,7 +150,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
             if values["ckpt_path"] != "auto" and restart is None:
                 raise
             run.is_finished = True
-            log.info("ckpt_path=auto: nothing is left to train; ckpt_path=null trains anew")
+            log.info("ckpt_path=auto: nothing is left to train; ckpt_path=null trains again")
     return run
 
 
@@ -195,6 +198,7 @@ def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
 
 def untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a model's settings without pretrained weights, since there is no memory to read them into."""
+    # Only for true: a user's class may give another value a meaning of its own.
     return {**model, "pretrained": False} if model.get("pretrained") is True else model
 
 
@@ -317,6 +321,7 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
         raise UsageError(f"{path}: {str(unset).splitlines()[0]}") from unset
     except InstantiationException as wrapper:
         error: BaseException = wrapper
+        # Hydra wraps an error once for each nested `_target_`.
         while isinstance(error, InstantiationException) and error.__cause__ is not None:
             error = error.__cause__
         if isinstance(error, ConfigError):

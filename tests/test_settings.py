@@ -94,7 +94,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (QuantizedBase, {"quant_type": "bf16", "compute_dtype": "fp32"}, "'fp32': expected bf16 or auto"),
     (IN_BACKWARD, {"max_parameter_norm": 0.0}, "max_parameter_norm=0"),
     (IN_BACKWARD, {"optimizer": functools.partial(torch.optim.SGD, lr=0.5)}, r"optimizer\.lr=0\.5"),
-    (IN_BACKWARD, {"optimizer": Muon}, "one that steps any parameter on its own"),
+    (IN_BACKWARD, {"optimizer": Muon}, "one that can step a single parameter"),
     (SCHEDULE, {"decay": "cosin"}, "^decay='cosin': expected "),
     (SCHEDULE, {"total_steps": None}, "^total_steps=None: expected "),
     (SCHEDULE, {"min_lr_ratio": math.nan}, "^min_lr_ratio=nan: expected "),

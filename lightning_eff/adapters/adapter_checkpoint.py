@@ -4,7 +4,7 @@ It contains what exists nowhere else: trained parameters (adapters, `modules_to_
 The frozen base is replaced by its fingerprint; it is loaded from where the model first got it. Nothing is
 assigned unless everything fits: the method and its config, each key and shape, the base.
 
-An adapter is a difference to its base, and noise on another base. Keys and shapes do not show that, since all
+An adapter is a change of its base; on another base it is noise. Keys and shapes do not show that, since all
 models of an architecture share them. The fingerprint lists, for each frozen tensor by name, the dtype, the
 shape and the first 64 bits of its SHA-256. So it is the same on each device, and an error can name the
 tensors that differ. Buffers are not part of it: training may change them, and persistent ones are saved with
@@ -128,6 +128,7 @@ class Fingerprint:
             self.others = [n for n in others if n.startswith(quantized) and layouts[0][n] == layouts[1][n]]
             others = [name for name in others if name not in self.others]
         if others:
+            # Names that only one side has count too.
             differ = f"{format_names(others)} of {len(names)} frozen tensors differ"
             base = Remedy(
                 "callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed",
@@ -149,6 +150,7 @@ class Fingerprint:
         def layout_and_digest(name: str) -> str:
             value = base[name]
             is_wide = value.is_floating_point() and value.dtype.itemsize > 1
+            # A base saved in bfloat16 may be loaded in float32: compare it in the dtype of the fingerprint.
             saved = recorded.get(plain_name(name), "").partition("[")[0] if is_wide else ""
             dtype = FLOAT_DTYPES.get(saved, value.dtype)
             shape = ",".join(str(n) for n in full_shape(value))
@@ -169,6 +171,7 @@ class Fingerprint:
         cached = self._digests_by_name.get(name)
         if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
             return cached[3]
+        # The bytes of all parts, in the order of the tensor's own description.
         digest, parts = hashlib.sha256(), [full_tensor(value).detach().to(dtype)]
         while parts:
             part: Any = parts.pop(0)
@@ -231,6 +234,7 @@ def check_adapter(
     _check_settings(settings_of(peft_config_of(model)), stamp.get("settings"))
     base, rest = split_state(model)
     trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
+    # Without a fingerprint the checkpoint holds the base itself.
     has_base = stamp.get("base") is None
     if has_base and not any(name in state for name in trained):
         raise CheckpointError(NO_ADAPTER)
@@ -369,6 +373,7 @@ class AdapterCheckpointHooks:
         base gathers them.
         """
         self._own_save(checkpoint)
+        # Only rank 0 writes, unless a fingerprint needs all ranks to gather shards.
         if self.module.global_rank == 0 or any(is_sharded(p) for p in self.module.parameters()):
             strip_base(self.module, checkpoint, self.fingerprint, save_base=self.save_base)
             self.num_saved += 1

@@ -74,8 +74,10 @@ def merge_adapters(model: nn.Module) -> list[str]:
             "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
         ]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
+    # By all names, to find weights that were tied before the merge and are not afterwards.
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     wrappers = wrapped_layers(model)
+    # A merge adds to a weight in place: a tied weight would change under its other name, too.
     for layer in wrappers.values():
         untie(model, layer)
     tuner: Any = model.__dict__[TUNER]

@@ -149,7 +149,7 @@ def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
         elif name not in known:
             allowed = f"a field of {kind.__name__}; {suggest_name(name, known)}"
         elif name == "task_type" and value in HEAD_TASKS:
-            allowed = "no task with a head: name the head that is to be trained in modules_to_save"
+            allowed = "no task with a head: name the head to train in modules_to_save"
         elif name in ("lora_alpha", "alpha") and value == 0:
             allowed = "a number other than 0: it multiplies the adapter's output"
         else:
@@ -221,10 +221,12 @@ def inject_adapters(
     """
     if adapted_layers(model):
         present = peft_config_of(model)
+        # A second call with the same settings does nothing: a Trainer may set up a model more than once.
         if settings_of(present) != settings_of(config):
             there = name_of_method(present) or "an unknown method"
-            raise method_error(config, f"a model without other adapters: this one has some, of {there}")
+            raise method_error(config, f"a model without other adapters: this one has {there}")
         return {}
+    # PEFT changes the config, for example its targets; the caller's stays as it was.
     config = dataclasses.replace(config)
     _check_model(model, config, on_meta=on_meta)
     try:
@@ -307,6 +309,7 @@ def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
         ('(?:proj)', {'stem.proj'})
     """
     others = [name for name, _ in model.named_modules() if name not in names]
+    # A pattern is matched in full, unlike a list of names.
     if any(other.endswith(f".{name}") for other in others for name in names):
         return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     return set(names)
@@ -350,8 +353,8 @@ def _reject_tied_copies(model: nn.Module, config: Any) -> None:
         for key, tied_to in tied.items():
             allowed = f"untied modules: {name}.{key} is tied to {tied_to}, and only a copy would be trained"
             untied = Remedy(
-                "model.tie_word_embeddings=false, or two weights in a model of your own",
-                "tie_word_embeddings=False of the model, or two weights in a model of your own",
+                "model.tie_word_embeddings=false, or two weights in your own model",
+                "tie_word_embeddings=False of the model, or two weights in your own model",
             )
             adapted = f"{name} in target_modules: an adapter leaves the tied weight unchanged"
             setting = "modules_to_save" if is_copied else "options.trainable_token_indices"
@@ -368,6 +371,7 @@ def plain_module(model: nn.Module) -> Generator[None]:
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}
+    # PEFT reads these flags from the model, where transformers sets them.
     flags = {flag for layer in model.modules() if (flag := bitsandbytes_flag(layer)) is not None}
     new = [flag for flag in flags if not hasattr(model, flag)]
     for flag in new:

@@ -43,6 +43,7 @@ def check_module_names(key: str, names: Iterable[str], known: Iterable[str]) -> 
         if any(f".{module}".endswith(f".{name}") for module in modules):
             continue
         ends = {module.rpartition(".")[2] for module in modules}
+        # Suggest what was meant: a full name for a name with dots, otherwise the last part of one.
         options = modules if "." in name else {end for end in ends if not end.isdigit()} or modules
         allowed = f"a module's name, or the end of one; {suggest_name(name, options)}"
         raise ConfigError(key=key, value=name, allowed=allowed)

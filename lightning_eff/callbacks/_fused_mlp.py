@@ -85,8 +85,10 @@ class FusedMLP:
             return type(self.module).forward(self.module, *args, **kwargs)
         up, down, gate = self.layers.up, self.layers.down, self.layers.gate
         dtype = matmul.autocast_dtype(x.device.type, x.dtype, up.weight.dtype) or x.dtype
+        # [T, K] for T tokens of any batch axes.
         rows = x.to(dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
         backend = self.backend if dispatch.may_use_triton(self.backend, x.device, dtype) else "torch"
+        # Casts made here, outside of the function, are shared with other calls, as autocast's cache does.
         copies = [None if w.dtype == dtype else low_copy(w, dtype) for w in (up.weight, down.weight)]
         y = _MLP.apply(
             rows, up.weight, down.weight, gate(rows) if gate is not None else None, up.bias, down.bias,
@@ -97,6 +99,7 @@ class FusedMLP:
 
     def restore(self) -> None:
         """Restore the MLP's own forward; a second call does nothing."""
+        # A later technique may have replaced it again.
         if vars(self.module).get("forward") is self:
             del self.module.forward
 
@@ -104,6 +107,7 @@ class FusedMLP:
         if not torch.is_grad_enabled() or matmul.is_traced() or matmul.in_forward_mode():
             return False
         weights = [layer.weight for layer in self.layers.all]
+        # A sharded weight is a full tensor only inside its own module's forward, which is bypassed here.
         if any(weight.dtype != weights[0].dtype or is_sharded(weight) for weight in weights):
             return False
         is_cast = matmul.autocast_dtype(x.device.type, x.dtype, weights[0].dtype) is not None
@@ -127,6 +131,7 @@ def state_of(module: nn.Module, layers: Layers) -> list[Any]:
         state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in MODULE_HOOKS))
         for name, value in attributes.items():
             if not (part is module and name == "forward"):
+                # Simple values by content, since equal ints may be different objects; others by identity.
                 state.append(value if isinstance(value, SIMPLE) else id(value))
     return state
 
@@ -141,13 +146,18 @@ class _MLP(torch.autograd.Function):
         backend: str, accumulation: Accumulation | None,
     ) -> Tensor:  # fmt: skip
         used1, used2 = (
-            weight.detach() if copy is None else copy for weight, copy in ((weight1, copy1), (weight2, copy2))
+            # Detached, so that `weight.data = ...` before the backward pass does not change the weight used
+            # here.
+            weight.detach() if copy is None else copy
+            for weight, copy in ((weight1, copy1), (weight2, copy2))
         )
         ctx.dtypes = tuple(None if bias is None else bias.dtype for bias in (bias1, bias2))
         bias1, bias2 = (None if bias is None else bias.to(x.dtype) for bias in (bias1, bias2))
         h, a = _up(x, used1, bias1, gate, activation, backend)
         needs_x, needs_weight1, _, needs_gate, needs_bias1 = ctx.needs_input_grad[:5]
+        # Whether the gradient of H is needed: everything in front of the activation depends on it.
         ctx.needs_hidden = needs_x or needs_gate or needs_weight1 or needs_bias1
+        # Not A, which is recomputed from H (and G); and only what the requested gradients need.
         ctx.save_for_backward(
             x if needs_weight1 else None, gate, h, used1 if needs_x else None,
             used2 if ctx.needs_hidden else None,
@@ -166,6 +176,7 @@ class _MLP(torch.autograd.Function):
         x, gate, h, used1, used2 = ctx.saved_tensors
         _, needs_weight1, needs_weight2, _, needs_bias1, needs_bias2 = ctx.needs_input_grad[:6]
         weight1, weight2 = ctx.weights
+        # `weight_gradient` adds to `weight.grad` in place if no hook of the weight's node would miss that.
         (_, _), (node1, _), (node2, _), *_ = ctx.next_functions  # autograd nodes of x and both weights
         grad_x = grad_gate = grad_weight1 = grad_bias1 = grad_weight2 = grad_bias2 = None
         fused = None
@@ -176,11 +187,13 @@ class _MLP(torch.autograd.Function):
         if needs_weight2:  # dW2 = dY.T @ A needs A [T, F]: compute it again from H
             a = activated(h, gate, ctx.activation) if fused is None else fused[2]
             grad_weight2 = weight_gradient(grad, a, weight2, node2, *how)
+            # A [T, F] is as large as H: free it before dA is computed.
             del a
         if needs_bias2:
             grad_bias2 = bias_gradient(grad, ctx.dtypes[1], ctx.backend)
         if ctx.needs_hidden:
             if fused is None:
+                # The gradient of A: dA [T, F] = dY [T, N] @ W2 [N, F].
                 grad_a = product(grad, used2, ctx.backend)
                 grad_h, grad_gate = input_gradients(grad_a, h, gate, ctx.activation)
             else:
@@ -189,6 +202,7 @@ class _MLP(torch.autograd.Function):
                 grad_weight1 = weight_gradient(grad_h, x, weight1, node1, *how)
             if needs_bias1:
                 grad_bias1 = bias_gradient(grad_h, ctx.dtypes[0], ctx.backend)
+            # dX [T, K] = dH [T, F] @ W1 [F, K]. The gate's layer adds its own gradient of x.
             grad_x = product(grad_h, used1, ctx.backend) if used1 is not None else None
         gradients = (grad_x, grad_weight1, grad_weight2, grad_gate, grad_bias1, grad_bias2)
         return (*gradients, None, None, None, None, None)
@@ -208,6 +222,7 @@ def _up(
         )  # fmt: skip
         found = matmul.compute_fused(operands, backend, stores_pre=True)
         if found is not None and found[1] is not None:
+            # `pre` is H, and `d` is A.
             return found[1], found[0]
     h = _linear(x, weight, bias, backend)
     return h, activated(h, gate, activation)
@@ -226,12 +241,15 @@ def _fused_gradients(
     is_gated = gate is not None
     operands = Operands(
         a=grad, b=weight, out_dtype=grad.dtype, batch=(), activation=activation, gradient=True,
+        # epilogue.py applies the activation to `gate`: that is G with a gate, otherwise H.
         gate=gate if is_gated else h, up=h if is_gated else None,
     )  # fmt: skip
     found = matmul.compute_fused(operands, backend, stores_pre=stores_a, stores_d2=is_gated)
     if found is None:
         return None
     d, a, d2 = found
+    # Without a gate: d = dH. With one: d = dG and d2 = dH. `a` is A if it was stored; otherwise it is not
+    # used.
     return (d if d2 is None else d2), (d if is_gated else None), (a if a is not None else d)
 
 
@@ -259,6 +277,7 @@ def fuse_mlps(
     fused: dict[str, FusedMLP] = {}
     for prefix, block in selected.items():
         for name, module in block.named_modules(prefix=prefix):
+            # A forward on the instance belongs to another technique.
             layers = layers_of(module) if "forward" not in vars(module) else None
             if layers is None or min(layers.up.weight.shape) < min_features:
                 continue
@@ -279,6 +298,7 @@ def layers_of(module: nn.Module) -> Layers | None:
     """
     if not _may_be(module):
         return None
+    # The copy shares the parameters: they are only referenced, and may be large.
     traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     before = dict(vars(traced))
     with real_tensors(), isolate_rng():  # real tensors, so that drawn numbers change the state in `plan` too
@@ -289,9 +309,11 @@ def layers_of(module: nn.Module) -> Layers | None:
             found = None
         has_drawn = not torch.equal(torch.get_rng_state(), numbers[0]) or random.getstate() != numbers[1]
     after = vars(traced)
+    # A forward that stores something would stop doing so if it were replaced.
     has_kept = after.keys() != before.keys() or any(after[name] is not before[name] for name in before)
     if found is None or has_drawn or has_kept:
         return None
+    # Translate the copy's layers back to the module's; `modules()` has the same order in both.
     own: dict[Any, Any] = dict(zip(traced.modules(), module.modules(), strict=True))
     gate = own[found.gate] if found.gate is not None else None
     return replace(found, up=own[found.up], down=own[found.down], gate=gate)
@@ -312,6 +334,7 @@ def _may_be(module: nn.Module) -> bool:
 def _match(module: nn.Module, graph: fx.Graph) -> Layers | None:
     x, *others = (node for node in graph.nodes if node.op == "placeholder")
     calls = [node for node in graph.nodes if node.op.startswith("call_")]
+    # Every intermediate result is used once: nothing else reads H or A.
     if any(node.users for node in others) or any(len(node.users) != 1 for node in calls):
         return None
     (result,) = (node.args[0] for node in graph.nodes if node.op == "output")
@@ -325,6 +348,7 @@ def _match(module: nn.Module, graph: fx.Graph) -> Layers | None:
         if activation and up is not None and source is x:
             return Layers(up=up, down=down, activation=activation)
         return None
+    # The product may have the gate on either side.
     for first, second in (hidden.args, hidden.args[::-1]):
         activation, inner = _activation(first)
         (gate, source), (up, other) = _linear_of(module, inner), _linear_of(module, second)

@@ -137,11 +137,14 @@ class LazyLogits(Tensor):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        # torch's losses take the logits as `input=`; the rules expect them first.
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         name = getattr(func, "__name__", "")
+        # An attribute (`logits.shape`) arrives as the getter of its descriptor, which has the name.
         if name == "__get__":
             name = func.__self__.__name__
+        # Without this, the calls below would come back to this method, without end.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             if name in METADATA:
                 return func(*args, **kwargs)
@@ -157,6 +160,7 @@ class LazyLogits(Tensor):
                     return _lazy(logits.call, **(how | result))
                 if result is not None:
                     return result
+            # These read the gradient of the logits, which a tiled loss never forms.
             if func in (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad):
                 for each in tree_leaves((args, kwargs)):
                     if isinstance(each, LazyLogits) and each.call.has_loss:
@@ -166,6 +170,7 @@ class LazyLogits(Tensor):
     @classmethod
     @override
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A call from C++ reaches the dispatcher without `__torch_function__`: compute the logits here.
         return func(*_computed(args, str(func)), **_computed(kwargs or {}, str(func)))
 
 
@@ -174,17 +179,17 @@ def _computed(value: Any, reader: str) -> Any:
     return tree_map_only(LazyLogits, lambda logits: logits.whole(reader), value)
 
 
-def refuse(_: Tensor, value: str = "a loss that reads logits unseen by torch's function protocol") -> Never:
+def refuse(_: Tensor, value: str = "a loss that bypasses torch's function protocol to read logits") -> Never:
     """Raise the error for a loss that cannot be computed in tiles."""
     raise ConfigError(
         key="",
         value=f"loss in tiles, by TiledLoss or tile_loss: {value}",
-        allowed="a loss by torch's functions, in the step of its logits",
+        allowed="a loss by torch's functions, in the step that computes its logits",
         remedies=(
             "loss = linear_cross_entropy(hidden, head.weight, targets)",
             Remedy(
-                "~callbacks.tiled_loss, or restore() of what tile_loss returned",
-                "remove TiledLoss, or restore() of what tile_loss returned",
+                "~callbacks.tiled_loss, or restore() on the results of tile_loss",
+                "remove TiledLoss, or restore() on the results of tile_loss",
             ),
         ),
     )
@@ -195,11 +200,13 @@ def _lazy(
     call: Call, *, x: Tensor, dtype: torch.dtype, form: Form, requires_grad: bool, origin: Any = None
 ) -> LazyLogits:
     """Return lazy logits, which occupy no memory; the arguments become attributes."""
+    # [*batch, V], or [B, V, *rest] with the classes second.
     size = [*x.shape[:-1], call.projection.width]
     size = [size[0], size[-1], *size[1:-1]] if form.is_class_second else size
     make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.10 to 2.13
     made: LazyLogits = make(LazyLogits, size, dtype=dtype, device=x.device, requires_grad=requires_grad)
     made.call, made.x, made.form, made.origin, made.computed = call, x, form, origin, None
+    # A weak reference: logits that the step has dropped are not computed.
     call.logits.append(weakref.ref(made))
     if requires_grad:  # it gets a gradient only from a function that bypasses torch's function protocol
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -228,6 +235,8 @@ class LateProjection:
                 f"the name of an nn.Linear, or of one with a LoRA adapter, not of {type(module).__name__}"
             )
             raise ConfigError(key="head", value=name, allowed=allowed)
+        # ZeRO-3 gathers a module's weights in its forward, which does not run for lazy logits: gather them at
+        # once.
         self._gathered = GatheredAtOnce(module) if self._is_adapted else None  # base and adapter
         self.width: int = self.linear.out_features
         self.tile_budget_mib = tile_budget_mib
@@ -255,12 +264,14 @@ class LateProjection:
         """Make the module compute its logits at its call again."""
         self._step_hook.remove()
         for name, own in (("forward", self._in_forward), ("_call_impl", self._call)):
+            # Another library may have replaced it since, and must keep its replacement.
             if vars(self.module).get(name) == own:
                 del self.module.__dict__[name]
         if self._gathered is not None:
             self._gathered.undo()
 
     def __getstate__(self) -> dict[str, Any]:
+        # Weak references and hooks cannot be pickled, and a copy has no calls.
         return vars(self) | {"means": None, "_calls": weakref.WeakSet(), "_step_hook": None}
 
     @_untraced
@@ -278,6 +289,7 @@ class LateProjection:
         }  # fmt: skip
         call = Call(self, x, self._state(x), autocast)
         self._calls.add(call)
+        # The logits of `F.linear` would require a gradient in the same cases.
         is_trained = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
         dtype = product_dtype(x, self.linear.weight)
         return _lazy(call, x=x, dtype=dtype, form=Form(), requires_grad=is_trained)
@@ -295,15 +307,17 @@ class LateProjection:
             return "its hooks"  # they would get a loss where they expect logits
         if not self._is_adapted:
             return ""
+        # Dropout would draw another mask when the logits are computed later.
         name = self.module._plain_adapter(x)  # noqa: SLF001
         dropout: Any = None if name is None else self.module.lora_dropout[name]
         if dropout is None or (dropout.training and getattr(dropout, "p", 0.0) > 0.0):
-            return "its adapter, which is more than a plain one without dropout"
+            return "its adapter, which has dropout or is not a single plain one"
         return ""
 
     def _state(self, x: Tensor) -> tuple[Any, ...]:
         """Return the state that the logits of x depend on, except its values."""
         module, parameters = self.module, [*self.module.parameters()]
+        # Ids, since an assignment (`layer.weight = ...`) does not change the version of the old weight.
         weights = [(id(each), each.requires_grad, each.dtype) for each in parameters]
         # Skip sharded tensors, since gathering changes their version, and inference tensors, which have none.
         versions = [
@@ -338,7 +352,7 @@ class LateProjection:
         The state must equal the state at that call.
         """
         if call.state != self._state(call.x):
-            refuse(call.x, "logits that are read after what they depend on has changed")
+            refuse(call.x, "logits that are read after their weights or inputs have changed")
         self._work = work
         try:
             with torch.autocast(**call.autocast):
@@ -378,15 +392,18 @@ class LateProjection:
         """Compute a loss of logits in tiles, with a function of `kernels.cross_entropy`."""
         self.num_losses += 1
         rows = logits.x.reshape(-1, logits.x.shape[-1])
+        # The report shows the largest loss.
         if len(rows) >= self.rows:
             self.rows, self.held_bytes = len(rows), len(rows) * self.width * logits.itemsize
             self.tile_rows = tile_rows_of(rows, self.width, self.tile_budget_mib)
+        # The kernels apply the pending transform to each tile.
         options |= {"softcap": logits.form.softcap, "temperature": logits.form.temperature}
         work = partial(kernel, target=target, tile_budget_mib=self.tile_budget_mib, **options)
         has_gradient = torch.is_grad_enabled() and logits.requires_grad
         with torch.set_grad_enabled(has_gradient), self._as_at(logits.call, work):
             result = self._call_with_hooks(logits.x)
         logits.call.has_loss = True
+        # The kernels return float32; `F.cross_entropy` of float64 logits returns float64.
         return result.to(torch.promote_types(result.dtype, logits.dtype))
 
     @_untraced
@@ -394,6 +411,7 @@ class LateProjection:
     def argmax(self, logits: LazyLogits) -> Tensor:
         """Return the class of the largest logit of each row."""
         rows = logits.x.reshape(-1, logits.x.shape[-1])
+        # The temperature and the soft cap keep the order of the logits, so they can be omitted.
         step = tile_rows_of(rows, self.width, self.tile_budget_mib)
 
         def largest(rows: Tensor, _: Tensor, **__: Any) -> Tensor:
@@ -413,6 +431,7 @@ def node_of(loss: Tensor) -> Any:
 
 def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Reshape the hidden states; valid if the last axis is still V, so that rows stay the same."""
+    # A meta tensor has no memory, so the function itself shows the new shape.
     found = use.on(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
     is_same = found.shape[-1:] == (logits.call.projection.width,) and found.dtype == logits.dtype
     if logits.form.is_class_second or not is_same:
@@ -423,6 +442,7 @@ def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Index the hidden states; valid if the index leaves the last axis alone, for any width of it."""
     *batch, width = logits.x.shape
+    # A width that differs from D: the index must be valid, and mean the same, for any last axis.
     probe = torch.empty(*batch, logits.call.projection.width + width, device="meta")
     # Only values of a bool index are read, because the result's size depends on them.
     on_meta = tree_map_only(Tensor, lambda i: i if i.dtype == torch.bool else i.to("meta"), use.args[0])
@@ -437,6 +457,7 @@ def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Move the classes from the last axis to the second."""
     meta = torch.empty(logits.shape, device="meta")
+    # Strides too, since two axes of equal length could be exchanged without a change of shape.
     found, wanted = use.on(meta), meta.movedim(-1, min(1, meta.ndim - 1))
     is_same = (found.shape, found.stride()) == (wanted.shape, wanted.stride())
     if logits.form.is_class_second or logits.ndim < 3 or not is_same:
@@ -464,6 +485,7 @@ def _detached(logits: LazyLogits, _: Use) -> dict[str, Any]:
 def _scaled(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Multiply or divide the logits by a number."""
     form, number = logits.form, use.args[0] if len(use.args) == 1 else None
+    # Only positive numbers: a negative one would change the order of the logits and the sign of the soft cap.
     if use.kwargs or form.is_log or not isinstance(number, (int, float)) or not 1e-30 < number < 1e30:
         return None
     is_quotient = use.func in (Tensor.div, Tensor.__truediv__, torch.div)
@@ -473,6 +495,7 @@ def _scaled(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 def _capped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     form = logits.form
+    # The form has one soft cap; a second tanh needs full logits.
     if use.args or use.kwargs or form.is_log or form.softcap is not None:
         return None
     return {"form": replace(form, softcap=form.temperature)}  # tanh(l / t) = t * tanh(l / t) / t
@@ -496,12 +519,14 @@ def _log_softmax(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 def _loss(logits: LazyLogits, use: Use) -> Tensor | None:
     """Compute `F.cross_entropy`, or `F.nll_loss` of a log-softmax, in tiles."""
+    # Positional or by name, as in torch's own signature.
     bound = inspect.signature(use.func).bind(logits, *use.args, **use.kwargs)
     bound.apply_defaults()
     options, projection = bound.arguments, logits.call.projection
     target, _, class_weight = options.pop("target"), options.pop("input"), options.pop("weight")
     is_old = options.pop("size_average") is not None or options.pop("reduce") is not None
     is_class = isinstance(target, Tensor) and not target.dtype.is_floating_point
+    # torch takes axis 1 as the classes, so logits [B, T, V] mean something else.
     is_plain = type(target) is not LazyLogits and (logits.ndim <= 2 or logits.form.is_class_second)
     if is_old or not is_class or not is_plain or logits.form.is_log is not (use.func is F.nll_loss):
         return None
@@ -510,6 +535,7 @@ def _loss(logits: LazyLogits, use: Use) -> Tensor | None:
     loss = projection.in_tiles(logits, linear_cross_entropy, target, class_weight=class_weight, **options)
     is_mean = options["reduction"] == "mean" and class_weight is None
     if projection.means is not None and is_mean and loss.grad_fn is not None:
+        # `TiledLoss` looks for this node in the loss that `training_step` returns.
         projection.means.append((node_of(loss), (target != options["ignore_index"]).sum()))
     return loss
 

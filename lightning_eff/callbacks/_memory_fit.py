@@ -86,6 +86,7 @@ class Segments:
     @classmethod
     def of(cls, recorder: Recorder, marks: Sequence[tuple[str, int, int]], *, on_device: bool) -> Segments:
         """Cut a record at marks: (name of the starting block, number of events and FLOPs before it)."""
+        # CUDA's allocator rounds every block up.
         unit = CUDA_BLOCK_BYTES if on_device else 1
         sizes: dict[int, int] = {}
         live, moved = [0], [0]
@@ -93,9 +94,13 @@ class Segments:
             size = -(-event.num_bytes // unit) * unit
             is_on_host = event.allocation in recorder.on_host
             moved.append(moved[-1] + size * is_on_host)
+            # An event has the new size of its allocation: 0 for a free. Bytes on the host do not count on a
+            # device.
             change = 0 if is_on_host and on_device else size - sizes.get(event.allocation, 0)
             sizes[event.allocation] = size
             live.append(live[-1] + change)
+        # live[i] is the number of bytes before event i, so a segment from cut a to cut b has live[a] to
+        # live[b].
         cuts = [*(index for _, index, _ in marks), len(recorder.events)]
         rise = [max(live[start : end + 1]) - live[start] for start, end in pairwise(cuts)]
         return cls(
@@ -138,6 +143,7 @@ class RecordBlocks(pl.Callback):
 
     def _leave(self, name: str, _block: object, _inputs: object, output: object) -> None:
         for each in tree_leaves(output) if not in_backward() else ():
+            # A block's backward pass starts when the gradient of its output arrives.
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(functools.partial(self._mark, name))
 
@@ -166,6 +172,7 @@ class MemoryFit:
                 self._twin = self._fakes.of(module)
         except Exception as error:  # a user's module may hold objects that cannot be copied
             raise _not_predicted(root_cause_line(error)) from error
+        # The copy has the original's replaced `configure_model`, with changes queued for the original.
         model_surgery.restore(self._twin)
         # The batch to predict with has been transferred, and changed by the module's hooks.
         for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
@@ -181,6 +188,7 @@ class MemoryFit:
         """
         gpu = devices.gpu_of(next(module.parameters()))
         memory_bytes = allocator.total_bytes(torch.device("cpu")) if gpu is None else gpu.memory_bytes
+        # The minimum over ranks, as the negative of a maximum.
         budget_bytes = -self._most([-num_bytes(self._own.memory, memory_bytes)])[0]
         # DDP's buckets are as large as the gradients. No operator allocates them, so they are not predicted.
         trained_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
@@ -192,12 +200,14 @@ class MemoryFit:
             chosen, peak_bytes = choose(predict, budget_bytes - buckets_bytes, self._candidates(gpu))
         except UnpredictableError as error:
             reason = str(error)
+        # Policies are ordered by saving, so the maximum of the indices saves most.
         own = [POLICIES.index(chosen.get(name, KEEP)) for name in names]
         # If ranks differ, take the policy that saves most on any rank.
         has_failed, *indices = self._most([bool(reason), *own])
         if has_failed:
             raise _not_predicted(reason or "on another rank")
         self.policies = {name: POLICIES[index] for name, index in zip(names, indices, strict=True)}
+        # The mixture is not the one that was predicted.
         if indices != own:
             peak_bytes = predict(self.policies).peak_bytes
         peak_bytes = self._most([peak_bytes])[0] + buckets_bytes
@@ -208,6 +218,7 @@ class MemoryFit:
             allowed = f"at least {smallest}"
             raise ConfigError(f"{KEY}.memory", self._own.memory, allowed=allowed, remedies=[enough])
         self._peak_bytes, self._budget_bytes = peak_bytes, budget_bytes
+        # Free the copy's fake tensors and its graph.
         del self._twin
 
     def outcome(self) -> Outcome:
@@ -240,6 +251,7 @@ class MemoryFit:
         trainer: Any = self._trainer
         recorder = Recorder()
         marks = RecordBlocks(policies, self._own.blocks, recorder)
+        # The predicted steps draw random numbers, for example for dropout, that the run must not miss.
         states = random_states.capture(trainer.strategy.root_device)
         num_batches = trainer.num_training_batches
         with ExitStack() as stack:
@@ -265,6 +277,7 @@ class MemoryFit:
     def _new_trainer(self, marks: RecordBlocks) -> pl.Trainer:
         trainer: Any = self._trainer
         others = [each for each in rules.callbacks_of(trainer) if isinstance(each, Technique)]
+        # GradientAccumulation sets the number of batches itself, and rejects a Trainer that already has one.
         is_accumulating = any(name_of(each) == "callbacks/gradient_accumulation" for each in others)
         return pl.Trainer(
             accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
@@ -287,6 +300,7 @@ def _not_predicted(reason: str) -> ConfigError:
 def remade(technique: Any, **changed: Any) -> Any:
     """Return a new object with the arguments of a technique, or of one of Lightning's precision plugins."""
     arguments = {
+        # `given_x` holds an argument whose attribute `x` a base class already uses (core/technique.py).
         name: changed.get(name, getattr(technique, f"given_{name}", getattr(technique, name, None)))
         for name in inspect.signature(type(technique)).parameters
         if name != "scaler"  # the scaler is on the run's device
@@ -304,8 +318,10 @@ class Mixtures:
     def __init__(self, runs: Mapping[str, Segments]) -> None:
         self.policies = list(runs)
         first = next(iter(runs.values()))
+        # Segments of different recordings are combined by position, so they must be of the same blocks.
         if any(each.blocks != first.blocks for each in runs.values()):
             raise UnpredictableError("the blocks are called in another order under another policy")
+        # Each block has several segments: forward, backward, and once more per micro-batch and step.
         self.names = list(dict.fromkeys(first.blocks))
         self.first_bytes, self.start_bytes = first.first_bytes, first.start_bytes
         # Arrays [blocks, policies, segments], zero in the segments of other blocks.
@@ -327,6 +343,7 @@ class Mixtures:
 
     def peak_bytes(self, choice: Policies) -> int:
         """Return the peak of a mixture."""
+        # peak = start + max over segments of the sum over blocks of `added`.
         return max(self.first_bytes, self.start_bytes + int(self._picked(self.added, choice).max()))
 
     def cost(self, choice: Policies) -> list[int]:
@@ -335,6 +352,7 @@ class Mixtures:
 
     def cheapest(self, limit_bytes: int) -> Policies | None:
         """Return the mixture with the smallest `cost` whose peak is within a limit; None if there is none."""
+        # Even the smallest policies of all blocks must fit; `slack` is the room above them, per segment.
         least = self.added.min(axis=1)
         slack = limit_bytes - self.start_bytes - least.sum(axis=0)
         if limit_bytes < self.first_bytes or (slack < 0).any():
@@ -344,6 +362,7 @@ class Mixtures:
         used, costs = np.zeros((1, extra.shape[2]), np.int64), np.zeros((1, 3), np.int64)
         picks = np.zeros((1, 0), np.int64)
         for index in range(len(self.names)):
+            # Extend each partial choice by each policy of this block.
             used = (used[:, None] + extra[index]).reshape(-1, extra.shape[2])
             costs = (costs[:, None] + self.costs[index]).reshape(-1, 3)
             picks = np.column_stack([picks.repeat(count, axis=0), np.tile(np.arange(count), len(picks))])
@@ -354,6 +373,7 @@ class Mixtures:
             is_open = extra[index + 1 :].any(axis=(0, 1))
             rows = rows[_undominated(used[rows][:, is_open], costs[rows])]
             used, costs, picks = used[rows], costs[rows], picks[rows]
+        # `_undominated` sorts by cost, and all segments are settled now: the first row is the cheapest.
         return {name: self.policies[pick] for name, pick in zip(self.names, picks[0], strict=True)}
 
     def smallest_bytes(self) -> int:
@@ -370,8 +390,10 @@ def _undominated(used: Numbers, costs: Numbers) -> list[int]:
 
     No other row uses at most as many bytes in every segment at no higher cost.
     """
+    # Equal columns give the same comparison.
     different = np.unique(used, axis=1)
     kept: list[int] = []
+    # By cost, its first entry first; a row can only be dominated by one that comes before it.
     for row in np.lexsort([different.sum(axis=1), *costs.T[::-1]]):
         if not kept or not (different[kept] <= different[row]).all(axis=1).any():
             kept.append(int(row))
@@ -391,6 +413,7 @@ def choose(
         return {}, plain.peak_bytes
     runs = {KEEP: plain} | {policy: predict(dict.fromkeys(names, policy)) for policy in policies[1:]}
     mixtures = Mixtures(runs)
+    # If nothing fits, find the smallest peak, which the error then names.
     goal = limit = budget_bytes if mixtures.cheapest(budget_bytes) else mixtures.smallest_bytes()
     found = [(dict.fromkeys(names, policy), run.peak_bytes) for policy, run in runs.items()]
     for _ in range(MAX_CORRECTIONS):
@@ -401,10 +424,12 @@ def choose(
         found.append((dict(choice), peak_bytes))
         if peak_bytes <= goal:
             break
+        # The blocks do influence each other: lower the limit by the error of the sum.
         limit -= peak_bytes - mixtures.peak_bytes(choice)
     fitting = [each for each in found if each[1] <= budget_bytes]
     if not fitting:
         return min(found, key=lambda each: each[1])
+    # Single policies are candidates too, so the result is never worse than the best of them.
     return min(fitting, key=lambda each: mixtures.cost(each[0]))
 
 

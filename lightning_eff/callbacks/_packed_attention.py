@@ -75,8 +75,11 @@ class LateMask:
 
     def _is_row_of(self, row: int, starts: Tensor, window: tuple[int, int]) -> bool:
         length, function = self.arguments["kv_length"], self.arguments["mask_function"]
+        # Starts relative to the row, with the row's end as the last one.
         starts = starts[(starts >= row * length) & (starts <= (row + 1) * length)] - row * length
         stop = int(starts[1:][starts.diff().argmax()])
+        # Compare queries `first` to `stop` with all keys: at most MAX_CHECKED values, up to the longest
+        # document's end.
         first = max(0, stop - MAX_CHECKED // length)
         stop = length if first == 0 else stop
         mask = self._make(
@@ -84,10 +87,12 @@ class LateMask:
             batch_size=1, q_offset=first, q_length=stop - first,
         )  # fmt: skip
         keys = torch.arange(length, device=starts.device)
+        # The number of the document of each position.
         document = torch.bucketize(keys, starts, right=True)
         distance = keys[first:stop, None] - keys
         seen = document[first:stop, None] == document
         for limit, sign in zip(window, (1, -1), strict=True):
+            # A limit of -1 means no limit, as in `varlen_attn`.
             seen &= distance * sign <= (length if limit < 0 else limit)
         return mask is not None and torch.equal(mask[0, 0], seen)
 
@@ -122,15 +127,19 @@ class PackedAttention:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
             Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
         """
+        # Every layer passes the same tensor, so compute its documents once, unless it was written to.
         version = 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
         if self._positions() is position_ids and self._version_and_rows == (version, num_rows):
             return self._documents
         self._positions, self._version_and_rows = weakref.ref(position_ids), (version, num_rows)
         self._documents = None
         length = position_ids.shape[-1]
+        # A document begins where positions do not continue, and at the start of each row.
         begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
         starts = begins.flatten().nonzero().flatten()
+        # Otherwise each row is a single document, and needs no packing.
         if len(starts) > num_rows:
+            # The kernel takes the starts of all documents, and the end of the last one, in int32.
             starts = functional.pad(starts, (0, 1), value=num_rows * length).to(torch.int32)
             self._documents = Documents(starts, int(starts.diff().max()))
             self.num_batches += 1
@@ -177,10 +186,11 @@ class PackedAttention:
             return sdpa(module, query, key, value, attention_mask, **kwargs)
         is_causal = kwargs.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # Tokens to the left and to the right, -1 for no limit; `sliding_window` counts the token itself.
         window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
         self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
         if query.shape[-1] != value.shape[-1]:
-            raise _rejection(module, f"heads of {query.shape[-1]} and values of {value.shape[-1]}")
+            raise _rejection(module, f"head size {query.shape[-1]} and value size {value.shape[-1]}")
         return self._compute(query, key, value, documents, scale=scaling, window_size=window), None
 
     def _compute(
@@ -193,7 +203,9 @@ class PackedAttention:
             self.kernel = varlen_attn
         batch, num_heads, length, _ = query.shape
         q, k, v = (
-            _autocast(x).transpose(1, 2).reshape(batch * length, x.shape[1], -1) for x in (query, key, value)
+            # [B, H, T, E] -> [B * T, H, E]
+            _autocast(x).transpose(1, 2).reshape(batch * length, x.shape[1], -1)
+            for x in (query, key, value)
         )
         starts, longest = documents
         is_grouped = key.shape[1] != num_heads
@@ -212,9 +224,10 @@ class PackedAttention:
         if rejected:
             raise _rejection(module, ", ".join(rejected))
         kind = type(module), window
+        # A mask that agrees for a long document agrees for shorter ones.
         if documents.longest > self._checked.get(kind, 0):
             if not mask.is_of(documents, window):
-                raise _rejection(module, "a mask of its own", "use_cache=False in the model's call")
+                raise _rejection(module, "a custom mask", "use_cache=False in the model's call")
             self._checked[kind] = documents.longest
 
 
@@ -225,7 +238,9 @@ def make_mask(**arguments: Any) -> LateMask | Tensor | None:
     """
     late = LateMask(**arguments)
     is_training = torch.is_grad_enabled() and arguments["q_length"] == arguments["kv_length"]
+    # transformers builds mask functions as closures; a custom one refers to further tensors.
     is_custom = arguments.get("use_vmap", False) or _num_tensors(arguments["mask_function"]) > MASK_TENSORS
+    # A cache makes queries and keys differ in length.
     return late if is_training and not is_custom else late.dense
 
 
@@ -244,7 +259,7 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _rejection(module: nn.Module, what: str, *remedies: str) -> ConflictError:
-    text = f"{type(module).__name__} has {what}, which kernels of variable length do not compute"
+    text = f"{type(module).__name__} has {what}, which variable-length kernels do not support"
     dense = Remedy("callbacks.attention.packing=dense", 'Attention(packing="dense")')
     tries = [f"\n  try: {each}" for each in (*remedies, dense)]
     return ConflictError(text + "".join(tries))
@@ -261,9 +276,9 @@ def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
     from torch.nn.attention import varlen
 
     if device.type != "cuda" or torch.version.hip:
-        return f"the device is {device.type}, and kernels of variable length need CUDA"
+        return f"the device is {device.type}, and variable-length kernels need CUDA"
     if torch.cuda.get_device_capability(device)[0] * 10 < MIN_CAPABILITY:
-        return "kernels of variable length need compute capability 8.0"
+        return "variable-length kernels need compute capability 8.0"
     if dtype not in {torch.bfloat16, torch.float16}:
         return f"{dtype} is not half precision"
     if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
@@ -280,9 +295,9 @@ def _why_not_config(config: Any) -> str:
     try:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     except (AttributeError, TypeError):  # sizes by stage, or no attention at all
-        return "the size of the model's heads is not known"
+        return "the model's head size is unknown"
     is_fit = size <= MAX_HEAD_SIZE and size % 8 == 0
-    return "" if is_fit else f"heads of {size}: kernels take multiples of 8 up to {MAX_HEAD_SIZE}"
+    return "" if is_fit else f"head size {size}: kernels accept multiples of 8 up to {MAX_HEAD_SIZE}"
 
 
 @contextmanager
@@ -324,6 +339,7 @@ def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
     begins = position_ids.diff(dim=-1) != 1
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         is_real = attention_mask[:, -position_ids.shape[1] :].bool()
+        # A jump from or to padding does not begin a document.
         begins = begins & is_real[:, 1:] & is_real[:, :-1]
     return bool(begins.any())
 
@@ -337,15 +353,17 @@ def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: A
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given = given | given.get("kwargs", {})
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    # transformers returns the cache with the output; the method is that of its `Cache` class.
     has_cache = any(hasattr(value, "get_seq_length") for value in values)
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     is_asked_for = has_cache or mask is not None
     is_of_the_user = mask is not None and getattr(mask, "ndim", 0) != 2  # a mask of scores
     if not is_asked_for or is_of_the_user or not is_packed(positions, mask):
         return
-    what, remedies = "an attention_mask", ["leave attention_mask out where documents are packed"]
+    what, remedies = "an attention_mask", ["omit attention_mask where documents are packed"]
     if has_cache:
         remedies = ["use_cache=False in the model's call", "model.config.use_cache = False"]
         what = "a cache, transformers' default"
     tries = "".join(f"\n  try: {each}" for each in remedies)
-    raise ConflictError(f"{type(module).__name__} does not keep packed documents apart with {what}{tries}")
+    name = type(module).__name__
+    raise ConflictError(f"{name} lets packed documents attend to each other with {what}{tries}")

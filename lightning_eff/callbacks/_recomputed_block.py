@@ -83,7 +83,7 @@ def keep_outputs(
                 if any(mine is memory for mine in held for memory in memories):
                     # torch 2.13's marker for an output that is recomputed.
                     outputs[index] = torch_private(
-                        "torch.utils.checkpoint:_RECOMPUTE", "policy=selective of what is written to in place"
+                        "torch.utils.checkpoint:_RECOMPUTE", "policy=selective with in-place operations"
                     )
         return operation in operations
 
@@ -99,6 +99,7 @@ class _Recomputation:
         self._mode, self._storage = mode, storage
 
     def __enter__(self) -> None:
+        # torch's context pops each output that it returns.
         self._mode.storage = {operation: copy.copy(outputs) for operation, outputs in self._storage.items()}
         self._mode.__enter__()
 
@@ -170,6 +171,7 @@ class RecomputedBlock:
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Inside a recomputation the block runs as usual; without gradients nothing is kept.
         if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
         # Hugging Face's models pass a key-value cache to their layers even in training. Each recomputation
@@ -187,6 +189,7 @@ class RecomputedBlock:
             | dict.fromkeys(caches.keys() & kwargs)
             | ({"use_cache": False} if "use_cache" in kwargs else {})
         )
+        # An empty cache is not needed in training: pass None in its place.
         args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
         # Pass arguments by position where possible: only positional tensors are saved like activations.
         positional, keywords = list(args), dict(given)
@@ -197,7 +200,9 @@ class RecomputedBlock:
         host = self._host
         offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
         offloading.__enter__()
+        # Runs up to the block's forward; `_after` resumes the generator.
         next(frame)
+        # A stack, since a block may call itself.
         self._frames.append((frame, offloading))
         return args, given
 
@@ -222,6 +227,7 @@ class RecomputedBlock:
         @contextmanager
         def first() -> Generator[None]:
             autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            # The checkpoint's own hooks, which recompute in `unpack`; wrap it to explain its errors.
             pack, unpack = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
 
             def explained(saved: Any) -> Any:
@@ -259,12 +265,12 @@ class RecomputedBlock:
         if isinstance(error, RecomputationError):
             return ""
         if "modified by an inplace operation" in text:
-            reason = "an input was written to in place after the block got it: `offload` keeps a copy"
+            reason = "an input was modified in place after the block's forward: `offload` keeps a copy"
             return f"{self._name}: {reason}\n  try: {_OFFLOAD}\n  try: {_OFF}"
         if isinstance(error, checkpoint.CheckpointError) or "during backward but not found in" in text:
             reason = (
-                "it computed something else in the backward pass than in its forward pass: it reads what has"
-                " changed since (globals, objects), or a compiled block is called with several numbers"
+                "the recomputation in the backward pass differs from the forward pass: the block reads values"
+                " that have changed since (globals, objects), or is compiled and called with several numbers"
             )
             return f"{self._name}: {reason}\n  try: {_OFF}\n  try: {_UNCOMPILED}"
         return ""

@@ -79,6 +79,7 @@ def num_matrices(module: nn.Module) -> int:
         >>> num_matrices(nn.Sequential(nn.Linear(2, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
         2
     """
+    # An adapted layer counts as one: its adapter's matrices are not wide.
     if isinstance(module, nn.Linear) or hasattr(module, ADAPTER):
         return 1
     own = sum(len(full_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
@@ -95,6 +96,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
         "a token's output depends on other tokens"
     """
     parameters = inspect.signature(module.forward).parameters.values()
+    # `*args` and `**kwargs` need not be passed.
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     num_required = sum(each.default is each.empty and each.kind not in variadic for each in parameters)
     if num_required != 1:
@@ -116,6 +118,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
         except Exception as error:  # noqa: BLE001 - a module may hold anything
             return TokenWise(f"it cannot be copied: {type(error).__name__}")
         sizes, refusal = _sizes(module), FAILS
+        # The number of input features is unknown: try the sizes of the parameters until one fits.
         for features in sizes:
             refusal, ranks = _try(trial, features)
             if not refusal.startswith(FAILS):
@@ -139,6 +142,7 @@ def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
     """Compare inputs with their tiles; return a refusal, and the input ranks that the module accepts."""
     failure, ranks = FAILS, list[int]()
     for shape in SHAPES:
+        # In float64, so that a tolerance of 1e-9 detects a dependence on other tokens.
         x = torch.randn(*shape, features).double()
         try:
             for training in (False, True):
@@ -168,9 +172,10 @@ def _compare(trial: nn.Module, x: Tensor) -> str:
         with _Observed() as of_tile:
             outputs.append(trial(tile))
         # The same count of random numbers per token: a draw per sample, weight or call is not token-wise.
+        # drawn_all / tokens_all must equal drawn_tile / tokens_tile; compared as products of integers.
         per_token = [drawn * tile.shape[-2] for drawn in observed.drawn]
         if per_token != [drawn * x[..., 0].numel() for drawn in of_tile.drawn]:
-            return "it draws random numbers that are not of one token each"
+            return "it draws random numbers that are not per token"
     if not torch.allclose(full, join(outputs, x), rtol=1e-9, atol=1e-12):
         return "a token's output depends on other tokens" + " in training" * trial.training
     return ""
@@ -194,12 +199,14 @@ class _Observed(TorchDispatchMode):
         self.routing = self.routing or (name if name in ROUTING else "")
         if torch.Tag.nondeterministic_seeded in func.tags and isinstance(out, Tensor):
             self.drawn.append(out.numel())
+            # A mask of ones keeps all values, so dropout does not hide a dependence.
             out.fill_("bernoulli" in name or (0.5 if out.is_floating_point() else 0))
         return out
 
 
 def stand_in(module: nn.Module) -> nn.Module:
     """Return a float64 CPU copy without hooks: linear layers replaced, other parameters random."""
+    # `deepcopy` takes an object's copy from `memo` if it is there, so replaced layers are never copied.
     memo: dict[int, Any] = {}
     for part in module.modules():
         if isinstance(part, nn.Linear) and _is_plain(part):
@@ -213,6 +220,7 @@ def stand_in(module: nn.Module) -> nn.Module:
             memo[id(buffer)] = torch.ones(buffer.shape).to(dtype)
         for name, value in vars(part).items():
             if name.endswith("_hooks") or "_hooks_" in name:
+                # No hook runs in the test.
                 memo[id(value)] = OrderedDict() if isinstance(value, dict) else value
     return copy.deepcopy(module, memo)
 
@@ -223,6 +231,7 @@ def _is_plain(linear: nn.Linear) -> bool:
     FSDP2's subclass has no forward. Layers of `LINEARS` at most round tokens together.
     """
     own = dict(linear.named_parameters(recurse=False))  # a parametrized weight is not among them
+    # A subclass of a known package keeps the meaning of `nn.Linear`; any other may compute something else.
     is_known = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith(LINEARS)
     return is_known and "weight" in own and "forward" not in vars(linear)
 
@@ -236,6 +245,7 @@ class _CheapLinear(nn.Module):
         # Adapters read its dtype; a product with it would be token-wise too.
         self.weight = torch.full((), 0.5).double().expand(out_features, in_features)
         self.scale = torch.randn(out_features).double()
+        # Every output depends on an input of its own and, through the mean, on all features of the token.
         self.source = torch.arange(out_features) % in_features
 
     @override
@@ -253,6 +263,7 @@ def _contents(module: nn.Module) -> Contents:
     found: Contents = {}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
+            # Keys too: a forward may add an entry.
             items: list[Any] = [*value, *value.values()] if isinstance(value, dict) else [value]
             if isinstance(value, (list, set, tuple, deque)):
                 items = list(value)
@@ -274,5 +285,5 @@ def _side_effect(before: Contents, after: Contents) -> str:
         if len(old := before.get(name, [])) != len(values) or not all(map(is_same, old, values))
     ]
     if any(name.endswith("_buffers") for name in changed):
-        return "its forward changes buffers, as batch statistics"
-    return f"its forward keeps something of its input: {', '.join(changed)}" if changed else ""
+        return "its forward changes buffers, for example batch statistics"
+    return f"its forward stores part of its input: {', '.join(changed)}" if changed else ""

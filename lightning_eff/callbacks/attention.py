@@ -100,7 +100,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
         if names and choice.backend not in names:
             reasons = "; ".join(f"{name} rejects it ({why})" for name, why in choice.rejected.items())
             msg = f"attention of {list(call.query)} cannot be computed by {', '.join(names)}: {reasons}"
-            raise ConflictError(f"{msg}\n  try: a call without what is rejected, or {NO_BACKEND}")
+            raise ConflictError(f"{msg}\n  try: a call without the rejected arguments, or {NO_BACKEND}")
         calls[choice.backend] += 1
         return attend(query, key, value, *args, scale=scale, **kwargs)
 
@@ -158,6 +158,7 @@ class Attention(Managed):
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest `scaled_dot_product_attention` for a model that computes scores itself, without dropout."""
+        # Scores are recognized by their size, since nothing else links an allocation to a call.
         held = {row.score_bytes // row.calls: row for row in run.attention if row.backend == "softmax"}
         found = {
             index: each.operation
@@ -210,7 +211,7 @@ class Attention(Managed):
     ) -> None:
         if self._names and NO_KERNEL in str(exception):
             names = ", ".join(self._names)
-            exception.add_note(f"attention may be computed by {names} alone, and no call was rejected before")
+            exception.add_note(f"only {names} may compute attention, and no earlier call was rejected")
             exception.add_note(f"  try: dropout 0.0 and no mask in this call\n  try: {NO_BACKEND}")
         super().on_exception(trainer, pl_module, exception)
 
@@ -222,10 +223,11 @@ class Attention(Managed):
         is_sdpa = model.config._attn_implementation == "sdpa"  # noqa: SLF001 - private in transformers 5
         has_flex = is_sdpa and model.device.type == "cuda" and getattr(model, "_supports_flex_attn", False)
         works = {"varlen": not why, "flex": has_flex, "dense": True}
+        # The first method that works: they are listed from the least memory to the most.
         how = next(name for name, is_there in works.items() if is_there)
         how = how if self.packing == "auto" else self.packing
         if not works[how]:
-            reason = why if how == "varlen" else "FlexAttention needs CUDA, and a model of sdpa that has it"
+            reason = why if how == "varlen" else "FlexAttention needs CUDA, and a model that supports it"
             allowed = f"auto or dense here: {reason}"
             raise ConfigError(key="callbacks.attention.packing", value=how, allowed=allowed)
         self._how, self._why = how, why
@@ -252,14 +254,14 @@ class Attention(Managed):
         if packed.num_batches:
             mean = packed.num_documents / packed.num_batches
             parts.append(
-                f"{packed.num_batches} packed batches of {mean:.0f} documents by kernels of variable length: "
-                f"a mask of {human_bytes(packed.mask_bytes)} not made"
+                f"{packed.num_batches} packed batches of {mean:.0f} documents by variable-length kernels: "
+                f"a mask of {human_bytes(packed.mask_bytes)} avoided"
             )
         elif self._how == "flex":
             parts.append("packed rows by FlexAttention")
         elif self._how == "dense":
             why = f": {self._why}" if self._why and self.packing == "auto" else ""
-            parts.append(f"packed rows are left to transformers' dense mask{why}")
+            parts.append(f"packed rows use transformers' dense mask{why}")
         numbers = {
             "calls": dict(self._calls), "packing": self._how, "packed_batches": packed.num_batches,
             "documents": packed.num_documents, "mask_bytes": packed.mask_bytes,

@@ -86,6 +86,7 @@ class ChannelsLast(Managed):
 
     def _apply(self, trainer: pl.Trainer, model: nn.Module) -> int:
         layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, CONVOLUTIONS)]
+        # The axes of an image: samples, channels and as many spatial axes as the kernel has.
         self._takes = {(len(layer.kernel_size) + 2, layer.in_channels) for layer in layers}
         # Not `layer.weight`: a parametrized layer computes it, which changes the state of spectral_norm.
         weights = [p for layer in layers for p in layer.parameters(recurse=False)]
@@ -104,6 +105,7 @@ class ChannelsLast(Managed):
     def _arrange(self, trainer: pl.Trainer, formats: dict[int, torch.memory_format]) -> None:
         """Set the format of converted weights, their gradients and optimizer state."""
         for weight in self._weights:
+            # Through `.data`, so that the parameter stays the same object for the optimizer and DDP.
             weight.data = _in_format(weight.data, formats)
             weight.grad = _in_format(weight.grad, formats)
             for state in (optimizer.state.get(weight, {}) for optimizer in trainer.optimizers):
@@ -135,6 +137,7 @@ class ChannelsLast(Managed):
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        # A checkpoint has contiguous tensors, so it does not depend on this technique.
         stored = functools.partial(_in_format, formats=CONTIGUOUS)
         weights = checkpoint.get("state_dict", {})
         weights.update(tree_map(stored, dict(weights)))

@@ -148,7 +148,7 @@ class Contrastive(Managed):
 
     def assumptions(self) -> list[str]:
         """Return the parts of a step that a prediction does not count."""
-        text = f"of a batch's micro-batches {PREDICTED_PARTS} are run: buffers that the others change"
+        text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: buffers that the others change"
         return [f"{text} are not counted"] if self._num_left_out else []
 
     def _new_size(self, current: int | None) -> MicroBatchSize:
@@ -168,7 +168,7 @@ class Contrastive(Managed):
         if self.micro_batch_size == "auto":
             reason = "a rank that runs out of memory would leave the others waiting for its embeddings"
             rules.append(Rule(name="run/many_devices", reason=reason, remedies=(FIXED_SIZE,)))
-        reason = "their statistics are those of a micro-batch, so the result depends on its size"
+        reason = "statistics are computed per micro-batch, so the result depends on its size"
         rules.append(Rule(name="run/batch_norm", reason=reason, verdict=Verdict.WARNED))
         return Facts(excludes=tuple(rules))
 
@@ -188,7 +188,7 @@ class Contrastive(Managed):
         loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         loop.micro_batch_size = self._size if self._size.is_auto else None
-        loop.mean_check = "each batch of a step is compared with itself alone"
+        loop.mean_check = "samples are compared only within each batch of a step"
         loop.around_training_step = partial(self._embedding_in_parts, pl_module)
 
     @contextmanager
@@ -238,8 +238,8 @@ class Contrastive(Managed):
         has_collectives |= any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
         if len(set(found)) > 1 and has_collectives:
             raise ConflictError(
-                f"callbacks/contrastive: batches of {found} samples on ranks that shard parameters or share "
-                "batch norms, and so run equally many micro-batches\n  try: DataLoader(drop_last=True)"
+                f"callbacks/contrastive: batches of {found} samples; ranks that shard parameters or share "
+                "batch norms must run the same number of micro-batches\n  try: DataLoader(drop_last=True)"
             )
         return found
 
@@ -252,6 +252,7 @@ class Contrastive(Managed):
         early_stop = stops_early(module)
         outputs, logged = list[Any](), [logged_values(results)]
         self._num_left_out = max(0, len(parts) - (self._max_parts or len(parts)))
+        # In a prediction: the first micro-batches, and the last, whose size may differ.
         run = [*parts[: len(parts) - self._num_left_out - 1], parts[-1]]
         for part in run:
             results.batch, results.batch_size = part.batch, part.num_samples
@@ -260,6 +261,7 @@ class Contrastive(Managed):
             outputs.append(_embed_again_in_backward(module, embed, part.batch, early_stop=early_stop))
             logged.append(logged_values(results))
         merge_logged(results, logged, [part.num_samples for part in run], is_weighted=False)
+        # The embeddings of skipped micro-batches still take memory.
         outputs[-1:-1] = [tree_map(torch.empty_like, outputs[0]) for _ in range(self._num_left_out)]
         results.batch, results.batch_size = before
         return outputs
@@ -277,15 +279,17 @@ class Contrastive(Managed):
 
         size = MicroBatchSize(None, is_auto=False, splitter=self.splitter, keep=self._size.keep)
         is_low = not str(module.trainer.precision).startswith(("32", "64"))
+        # The check's forward passes keep no activations, so they may have more samples than a micro-batch.
         max_samples = min(num_samples, MAX_SAMPLES, 4 * (self._size.current or 1))
         found = check_mean(batch, run, module, size, max_samples, module.device, is_low=is_low)
         if found.difference:
             raise ConflictError(
                 "callbacks/contrastive: embed(batch) compares the samples of its batch, so micro-batches "
-                "have other embeddings: compare samples in similarity_loss"
+                "would get other embeddings: compare samples in similarity_loss"
             )
         if found.undecided:
-            self._check = f"not checked that embed treats samples apart:{found.undecided.partition(':')[2]}"
+            reason = found.undecided.partition(":")[2]
+            self._check = f"not checked whether embed treats samples independently:{reason}"
             rank_zero_info(f"callbacks/contrastive: {self._check}")
 
     @override
@@ -344,6 +348,7 @@ def _embed_again_in_backward(
             output = embed(batch)
             state.end_forward()
             return output
+        # In the backward pass: the same state as before, and nothing is logged a second time.
         with state.again("embed"):
             vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # reinstated by `again`
             return embed(batch)
@@ -365,9 +370,10 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
             is_rows = isinstance(leaf, Tensor) and leaf.dim() > 0
             if not is_rows or part.num_samples not in (None, len(leaf)):
                 value = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-                allowed = f"tensors (one, or a tuple or dict) of {part.num_samples} rows, one a sample"
+                allowed = f"tensors (one, or a tuple or dict) of {part.num_samples} rows, one per sample"
                 raise ConfigError(key="", value=f"embed returned {value}", allowed=allowed)
     _, spec = tree_flatten(outputs[0])
+    # One column per output of `embed`: the rows of all micro-batches.
     columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*flat, strict=True)]
     return tree_unflatten(columns, spec)
 
@@ -382,6 +388,7 @@ class _Gather(torch.autograd.Function):
     @override
     def forward(ctx: Any, rows: Tensor, counts: Sequence[int], rank: int) -> Tensor:
         ctx.first, ctx.num_rows = sum(counts[:rank]), len(rows)
+        # Every rank fills in its own rows, so the sum over ranks is the concatenation.
         gathered = rows.new_zeros(sum(counts), *rows.shape[1:])
         gathered[ctx.first : ctx.first + ctx.num_rows] = rows
         # Why not `all_gather`: it needs equal numbers of rows. Booleans have no sum, so reduce them as bytes.
@@ -392,6 +399,7 @@ class _Gather(torch.autograd.Function):
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = grads
+        # A sum over ranks in 16 bits would round once per rank.
         total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         dist.all_reduce(total)
         return total[ctx.first : ctx.first + ctx.num_rows].to(grad.dtype), None, None

@@ -161,6 +161,7 @@ class DataPreload(Managed):
             is_pinned = device.type == "cuda" if self.pin_memory is None else self.pin_memory
             is_kept = (self.persistent_workers or loader.persistent_workers) and num_workers > 0
             values = {
+                # A copy must not share the user's persistent workers.
                 "_iterator": None,
                 "num_workers": num_workers,
                 "prefetch_factor": self.prefetch_factor if num_workers else None,
@@ -185,6 +186,7 @@ class DataPreload(Managed):
 
     def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            # A trial needs samples by index, and another number of workers would change a stream's order.
             return WorkerChoice(None, {}, "its dataset has no indices")
         if dataloaders.is_stateful(loader):
             return WorkerChoice(None, {}, "a stateful loader's position depends on its workers")
@@ -260,6 +262,7 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
     reason = ""
     if counts and multiprocessing.current_process().daemon:
         reason = "this process may not start others"
+    # A user who already has workers has shown that the script can start them.
     elif counts and method != "fork" and loader.num_workers == 0:
         reason = f"processes are started by {method}, which runs a script without a main guard again"
     tried: dict[int, float] = {}
@@ -272,6 +275,7 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
             loader.dataset[0]
             sample_s = max(time.perf_counter() - start, 1e-9)
             # The first sample's time estimates the time of an epoch, which limits the trials.
+            # One part of the budget per trial, with the one of this process.
             budget_s = min(budget_s, MAX_EPOCH_FRACTION * sample_s * len(loader.dataset)) / (1 + len(counts))  # pyright: ignore[reportArgumentType]
             # Use smaller batches for slow samples.
             batch_size: int = getattr(loader.batch_sampler, "batch_size", None) or 1
@@ -289,11 +293,14 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                 # process: they are fine.
                 if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
                     return WorkerChoice(0, tried, "samples of a worker differ from this process's")
+                # Seconds per batch of the user's size.
                 tried[count] = seconds * batch_size / size
                 if not count:
                     num_batches = sized_len(loader)
                     epoch_s = float("inf") if num_batches is None else num_batches * tried[0]
                     end = now + MAX_EPOCH_FRACTION * epoch_s
+                # More workers must be clearly faster; once a doubling does not help, further ones are not
+                # tried.
                 if tried[count] < MAX_TIME_RATIO * tried[best]:
                     best = count
                 elif count > 1:
@@ -327,6 +334,7 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
     num_done = 0
     for _ in batches:
         now, num_done = time.perf_counter(), num_done + 1
+        # Enough batches per worker for a stable mean, or the time is over.
         is_enough = num_done >= 16 * max(1, count) and now - start > 0.1
         if is_enough or (now - start > budget_s and num_done >= max(1, count)):
             break
@@ -394,6 +402,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
+        # A second iteration during a pass.
         if self._is_over or (self._current is not None and getgeneratorstate(self._current) != GEN_CLOSED):
             return iter(self.loader)
         self._source = self._taken_state = None
@@ -409,10 +418,12 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if is_at_once:
             self._source = source = iter(tuned)
             if tuned is not loader and not tuned.num_workers:
-                # Take the first index now, with which the sampler draws its order.
+                # Take the first index now: the sampler draws its order with it.
                 indices = source._sampler_iter  # noqa: SLF001
                 source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:
+            # A loader without workers seeds its sampler with this draw: give our workers' loader the same
+            # seed.
             object.__setattr__(tuned, "generator", torch.Generator().manual_seed(seed))
         self._current = self._batches()
         return self._current
@@ -427,6 +438,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
             while not ready or (
                 len(ready) <= self.num_ahead and ready[-1].error is None and num_fetched < self.limit()
             ):
+                # `ready` holds the batch to hand out and up to `num_ahead` further ones.
                 ready.append(self._fetch(stream))
                 num_fetched += 1
             if isinstance(ready[0].error, StopIteration):
@@ -440,6 +452,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
             if self._source is None:
                 self._source = iter(self._tuned)
             batch, arrived = next(self._source), None
+            # Read before the next fetch advances the loader.
             state = self.loader.state_dict() if isinstance(self, StatefulPrefetchLoader) else None
             if self.device is not None:
                 with torch.cuda.stream(stream):
@@ -454,6 +467,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
             raise fetched.error
         if fetched.arrived is not None:
             current = torch.cuda.current_stream(self.device)
+            # The copy runs on the side stream: computation waits for it.
             current.wait_event(fetched.arrived)
             # The side stream allocated the tensors, but the current stream uses them last.
             for tensor in tensors_in(fetched.batch):
@@ -492,6 +506,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
+        # An attribute that Lightning sets belongs on the loader that is iterated, too.
         if name not in self.OWN and self._tuned is not self.loader:
             setattr(self._tuned, name, value)
         super().__setattr__(name, value)

@@ -111,6 +111,7 @@ class EmptyCache(Managed):
         if step == last or not self._is_active:
             return
         self._last_step = step
+        # Not `step % every_n_steps`: a batch may make more than one step.
         if step // self.every_n_steps == last // self.every_n_steps:
             return
         released = release(trainer.strategy.root_device)

@@ -98,6 +98,7 @@ class ExactResume(Managed):
             num_ranks=trainer.world_size,
         )
         loop: Any = trainer.fit_loop
+        # The fetcher's prefetched batches (private in Lightning 2.6).
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
         run.epoch = lambda: loop.epoch_progress.current.processed  # the epoch that samplers get
         self._resumed_step, self._not_saved, self._previous = None, "", self
@@ -117,6 +118,7 @@ class ExactResume(Managed):
     def _observe(self, loader: Any, loop: Any) -> Any:
         combined = loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
         if combined is not self._previous:
+            # Lightning makes all loaders again: forget those of the earlier epoch.
             self._run.unwrap()
             self._previous = combined
         return observe(loader, self._run)
@@ -143,13 +145,16 @@ class ExactResume(Managed):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         own = self._position(trainer) if self._run.loaders else self._last
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
+            # A collective: every rank saves its own position.
             checkpoint[KEY][POSITIONS] = of_all_ranks(own)
+            # In a validation, modules are in evaluation mode: save their flags from before it.
             checkpoint[KEY][FLAGS] = self._saved_flags or self._training_flags or flags_of(pl_module)
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
         """Suppress Lightning's warning that the loader is not resumable: it does not know this callback."""
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        # `filterwarnings` inserts at the front; remove exactly this entry after the run.
         added = warnings.filters[0]
         filters = cast(list[Any], warnings.filters)
         self.cleanup.callback(lambda: added in filters and filters.remove(added))
@@ -223,7 +228,7 @@ class ExactResume(Managed):
         _begin_next_epoch(loop)
         is_reloaded = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
         if is_reloaded and run.pending is not None and run.pending.is_over:
-            run.inexact.append("loaders that are made anew for an epoch draw another order")
+            run.inexact.append("loaders that are created again for each epoch draw another order")
         if run.num_remaining:
             # Lightning's counter must equal the epoch's batches minus the remaining ones.
             current = loop.epoch_loop.batch_progress.current
@@ -251,6 +256,7 @@ class ExactResume(Managed):
                 for loader, saved in zip(run.loaders, run.pending.loaders, strict=False):
                     loader.repeat_epoch(saved)
             run.restore(run.pending.now)
+            # Lightning's own hook, with the start hooks of the epoch.
             advance()
             run.pending = replace(run.pending, now=run.capture())  # hooks may have drawn random numbers
             run.is_before_epoch = False
@@ -263,10 +269,11 @@ class ExactResume(Managed):
         """Freeze parameters, and set modules to evaluation mode, as at the save."""
         for flag, named in (("requires_grad", model.named_parameters()), ("training", model.named_modules())):
             off = {*self._saved_flags.get(flag, ())}
+            # A flag is wrong if it is set although the checkpoint lists the name as off, or the reverse.
             changed = [pair for pair in named if getattr(pair[1], flag) == (pair[0] in off)]
             for name, owner in changed if flag in self._saved_flags else ():
                 setattr(owner, flag, name not in off)
-                self._run.did.append(f"{flag} set as saved, first of {changed[0][0]!r}")
+                self._run.did.append(f"{flag} restored, for example of {changed[0][0]!r}")
         self._saved_flags = {}
 
     def outcome(self) -> Outcome:

@@ -1,33 +1,33 @@
 """Several batches per optimizer step, with the gradient of one large batch of `global_batch_size` samples.
 
-`global_batch_size` is the number of samples of an optimizer step on all ranks. How many batches of the loader
-that makes (`accumulate_grad_batches`) follows from the loader's batch size and the number of ranks, so a run
-on more devices, or with smaller batches, makes steps of the same size. A loader without a batch size
-(WebDataset, a stream, a batch sampler of your own, several loaders) takes `num_batches` in its place: the
-batches of a step on each rank. They may differ in size: each counts by its samples, or by its weight.
+`global_batch_size` is the number of samples per optimizer step on all ranks. The number of batches per step
+(`accumulate_grad_batches`) follows from it, the loader's batch size and the number of ranks. So a run on more
+devices, or with smaller batches, makes steps of the same size. For a loader without a batch size (WebDataset,
+a stream, a custom batch sampler, several loaders), set `num_batches` instead: the batches per step on each
+rank. They may differ in size: each is weighted by its samples, or by the weight that `training_step` returns.
 
-Where batches weigh differently (tokens that are not padding, boxes, pixels), `training_step` returns
-`{"loss": mean_loss, "loss_weight": tokens}`. A step that the end of an epoch cuts short counts what it has.
-The loop is microbatching/lightning_loop.py; the gradient is divided in
+If batches weigh differently (tokens without padding, boxes, pixels), `training_step` returns
+`{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, its gradient is the
+mean over the batches it has. The training loop is in microbatching/lightning_loop.py, the scale factors in
 microbatching/window.py.
 
-On several ranks whose loaders give different numbers of batches (streams, WebDataset, uneven shards), a rank
-without a batch repeats its last one with weight 0 until no rank has one. So all ranks count the same steps
-and end epochs together. `num_batches=1` does this alone. There ranks count by samples or by weights;
-elsewhere, without weights, they count equally.
+On several ranks, loaders may return different numbers of batches (streams, WebDataset, uneven shards). A rank
+without a batch then repeats its last one with weight 0 until no rank has one. All ranks count the same steps,
+and end epochs together. `num_batches=1` enables this without accumulation. Such ranks are weighted by their
+samples or weights; otherwise, without weights, all ranks count the same.
 
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
-`trainer.estimated_stepping_batches` counts with its first size: set `max_steps`.
+`trainer.estimated_stepping_batches` assumes its first size, so set `max_steps`.
 
 Saves: activations: only one of the step's batches is in memory at a time.
-Costs: a step waits for all its batches. With weights that are tensors on a GPU, one synchronization per
-    micro-batch; with weights on several ranks, one all-reduce of a number per step; where the lengths of
-    their loaders are unknown or differ, a second one per batch.
+Costs: a step waits for all its batches. If weights are tensors on a GPU: one synchronization per
+    micro-batch. With weights on several ranks: an all-reduce of one number per step. If the lengths of the
+    loaders are unknown or differ: another all-reduce per batch.
 When not: the batch fits: one large batch is faster.
-Conflicts: a loss that is no mean over samples, `optimizer.step()` in `training_step`, optimizers that
-    evaluate the closure again (LBFGS, SAM), manual optimization, Lightning's own `accumulate_grad_batches`
-    and GradientAccumulationScheduler, and its DeepSpeedStrategy (which accumulates itself), all rejected.
-Source: the exact gradient of a weighted mean; what Lightning computes instead:
+Conflicts: all rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`;
+    optimizers that evaluate the closure again (LBFGS, SAM); manual optimization; Lightning's own
+    `accumulate_grad_batches`, GradientAccumulationScheduler and DeepSpeedStrategy, which accumulates itself.
+Source: the exact gradient of a weighted mean; Lightning's own accumulation deviates from it:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """
 
@@ -51,19 +51,19 @@ from lightning_eff.report.advice import Observed, Suggestion
 
 
 class GradientAccumulation(Managed):
-    """Step after as many batches as make the global batch.
+    """Accumulate gradients over batches until the global batch is complete, then step.
 
     Args:
-        global_batch_size: Samples of an optimizer step, on all ranks.
-        num_batches: Batches of an optimizer step on each rank, in place of `global_batch_size`.
-        schedule: Global batch sizes by the epoch or step from which they apply, `{0: 32, 10: 64}`, in place
-            of the other two.
-        schedule_by: What the keys of `schedule` count: `epoch` or `step` (optimizer steps).
+        global_batch_size: Samples per optimizer step, on all ranks.
+        num_batches: Batches per optimizer step on each rank, instead of `global_batch_size`.
+        schedule: Global batch size by the first epoch or step it applies to, `{0: 32, 10: 64}`, instead of
+            `global_batch_size` and `num_batches`.
+        schedule_by: Unit of the keys of `schedule`: `epoch` or `step` (optimizer steps).
 
     Raises:
-        ConfigError: A number is outside its range, the global batch is no multiple of the loader's, or none
-            or several of the three are set.
-        ConflictError: The loss is no mean over samples, or `training_step` calls `optimizer.step()`.
+        ConfigError: A number is outside its range, the global batch size is not a multiple of the loader's,
+            or none or several of the three settings are set.
+        ConflictError: The loss is not a mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
         ConflictWarning: An epoch has fewer batches than a step.
@@ -92,7 +92,7 @@ class GradientAccumulation(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest larger batches in the same step, where it is on and operations are small."""
+        """Suggest larger batches at the same step size, if the callback is on and operations are small."""
         callbacks = rules.callbacks_of(run.trainer)
         own = next((each for each in callbacks if isinstance(each, GradientAccumulation)), None)
         count = run.trainer.accumulate_grad_batches
@@ -124,15 +124,15 @@ class GradientAccumulation(Managed):
         self.schedule = schedule
         self._set_key = "global_batch_size" if schedule is None else "schedule"
         self.schedule_by = schedule_by
-        # Both by the epoch or step from which they apply; without num_batches the second is known when the
-        # loader is.
+        # Keys are the first epoch or step that a size applies to. The second dict is computed from the first
+        # once the loader's batch size is known, unless num_batches is set.
         self._global_batch_sizes: dict[int, int] = dict(sorted(sizes.items()))
         self._accumulate_grad_batches: dict[int, int] = {}
         self._description = ""
         self._loop: lightning_loop.ExactStep | None = None
 
     def facts(self) -> Facts:
-        """Return what else would set the length of a window, divide its gradient, or step."""
+        """Return rules against others that set the length of a window, divide its gradient, or step."""
         reasons = {
             "lightning/GradientAccumulationScheduler": "both would decide how many batches make a step",
             "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",
@@ -156,6 +156,7 @@ class GradientAccumulation(Managed):
             )
         self._loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
+        # The Trainer may be used again without this callback.
         self.cleanup.callback(setattr, trainer, "accumulate_grad_batches", 1)
         if self.schedule is not None:
             self._loop.before_window.append(lambda: self._set_current(trainer))
@@ -169,8 +170,9 @@ class GradientAccumulation(Managed):
         )
 
     def _see_loader(self, loader: Any, trainer: pl.Trainer) -> Any:
-        """Set the number of batches as soon as the loader exists, before the number of steps is estimated."""
+        """Set the number of batches when the loader is created, before Lightning estimates the steps."""
         batch_size = getattr(loader, "batch_size", None)
+        # A loader with a batch sampler has no batch size itself.
         if batch_size is None:
             batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         if batch_size is None:
@@ -200,12 +202,13 @@ class GradientAccumulation(Managed):
 
     def _set_current(self, trainer: pl.Trainer) -> None:
         now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step
+        # The schedule's last entry that has begun.
         start = max(start for start in self._accumulate_grad_batches if start <= now)
         trainer.accumulate_grad_batches = self._accumulate_grad_batches[start]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the number for where a run resumes, in the middle of a schedule or of an epoch."""
+        """Set the current number of batches again: a resumed run may start in the middle of a schedule."""
         dataloaders.restore_loader_state(trainer)
         self._set_current(trainer)
         loaders = trainer.train_dataloader
@@ -226,12 +229,12 @@ class GradientAccumulation(Managed):
             warnings.warn(text, ConflictWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Return what a step consists of."""
+        """Return the number of batches per step, how they are weighted, and the skipped and cut steps."""
         skipped = self._loop.num_skipped_steps if self._loop is not None else 0
         cut = self._loop.num_cut_steps if self._loop is not None else 0
         numbers = list(self._accumulate_grad_batches.values())
         is_accumulated = any(number > 1 for number in numbers)
-        # One batch a step is what `global_batch_size` asks for where the loader's batch has that size.
+        # A single batch per step is as requested if the loader's batch already has `global_batch_size`.
         is_as_requested = bool(self._description) and self.global_batch_size is not None
         did = self._description or "no training data yet"
         if self._loop is not None and is_accumulated:
@@ -249,7 +252,7 @@ class GradientAccumulation(Managed):
 
 
 def _check_one_is_set(settings: Mapping[str, object]) -> None:
-    """Reject none or several of the settings that decide how many batches make a step."""
+    """Require exactly one of the settings for the number of batches per step."""
     given = [key for key, value in settings.items() if value is not None]
     if len(given) == 1:
         return

@@ -115,6 +115,7 @@ class GradientCheckpointing(Managed):
         memory: str | Fraction = FRACTION,
     ) -> None:
         num_bytes(memory, 0)
+        # The other policies do not look at the memory, so the setting would have no effect.
         if memory != FRACTION and policy != "fit":
             fit = Remedy(
                 "callbacks.gradient_checkpointing.policy=fit",
@@ -141,7 +142,7 @@ class GradientCheckpointing(Managed):
             for policy in ("full", "selective", "budget")
         )
         if self.policy == "budget":
-            reason = "it is inductor that would choose what is recomputed"
+            reason = "policy=budget leaves the choice of recomputed operations to inductor"
             remedies = (Remedy("+callbacks=torch_compile", "TorchCompile()"), selective)
             return Facts(needs=(Rule(name=MEMORY_BUDGET, reason=reason, remedies=remedies),))
         twice = "the blocks would be recomputed twice"
@@ -151,16 +152,16 @@ class GradientCheckpointing(Managed):
             Rule(name="run/strategy_checkpointing", reason=twice, remedies=(_OFF,)),
         ]
         if self.policy == "fit":
-            sharded = "a step is predicted with the full model on one device"
+            sharded = "predictions run the full model on one device"
             reasons = dict.fromkeys(SHARDED, sharded) | {
-                "callbacks/torch_compile": "what a compiled block keeps is the compiler's choice",
-                "lightning/GradientAccumulationScheduler": "no step is predicted with its number of batches",
-                "lightning/BaseFinetuning": "no step is predicted with the weights that it freezes",
-                "run/dataloader_iter": "the module fetches its batches itself, so that no step is predicted",
+                "callbacks/torch_compile": "the compiler chooses which activations a compiled block keeps",
+                "lightning/GradientAccumulationScheduler": "predictions ignore its number of batches",
+                "lightning/BaseFinetuning": "predictions ignore the weights that it freezes",
+                "run/dataloader_iter": "the module fetches its batches itself, so no step can be predicted",
             }
             excludes += [Rule(name=name, reason=why, remedies=(full,)) for name, why in reasons.items()]
         if self.policy == "selective":
-            reason = "compiled blocks hide the products that are to be kept"
+            reason = "compiled blocks hide the matrix products to keep"
             remedies = (budget, full)
             excludes.append(Rule(name="callbacks/torch_compile", reason=reason, remedies=remedies))
             reason = "the products of all tiles would be kept"
@@ -207,6 +208,7 @@ class GradientCheckpointing(Managed):
         new = recompute(model, policy=policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
         for recomputed in new.values():
             self.cleanup.callback(recomputed.remove)
+        # `fit` applies its policies in two steps, so blocks are added to those from before.
         self._recomputed |= new
         if not self._num_blocks:
             text = "GradientCheckpointing found no repeated blocks: name them with blocks="

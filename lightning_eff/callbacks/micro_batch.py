@@ -1,31 +1,31 @@
 """Split each batch into micro-batches that fit in memory, with the gradient of the full batch.
 
-A batch of the loader is the batch of an optimizer step; this callback splits it along its samples
-(microbatching/splitting.py has the rules; a `splitter` handles other batches). `keep` names what is not cut:
-class weights, positions, a mask for all samples. Micro-batches count by their samples, or by the
-`loss_weight` that `training_step` returns next to the mean loss, so the step is that of the full batch. With
-`auto` the full batch is tried first; when memory runs out in the forward or backward pass, everything that
-the step has changed (random states, buffers, metrics) is restored and the step is computed again in half the
-size. The result equals to the bit that of a run with this size from the start. The size is saved in
-checkpoints.
+The callback splits each batch of the loader along its samples and steps once per batch. The rules are in
+microbatching/splitting.py; a `splitter` handles other batches. `keep` names values that are not split: class
+weights, positions, a mask shared by all samples. Micro-batches are weighted by their samples, or by the
+`loss_weight` that `training_step` returns next to the mean loss, so the step equals the full batch's.
 
-`find` runs several sizes before the first step, with an optimizer step each, and restores everything; the
-largest that fits is used. `search()` does so again during training, for example after layers were unfrozen.
+With `auto`, the full batch is tried first. When memory runs out in the forward or backward pass, everything
+that the step has changed (random states, buffers, metrics) is restored. The step is then computed again with
+half the size. The result is bit-identical to a run that started with this size. Checkpoints store the size.
 
-Saves: activations: those of one micro-batch are in memory at a time, and a run that ends out of memory
-    goes on.
-Costs: a micro-batch that is too small for the device is slow. `auto` keeps a copy of random states and
-    buffers each step, the batches of a window, and parameters, gradients and optimizer state in host memory
-    around updates (on a GPU the first); on several ranks the gradients are averaged after the backward pass
-    in place of during it. After an out-of-memory error the step is run again, hooks included
-    (`on_after_backward`, and those around zero_grad). Layers that normalize over a batch (batch norms) use
-    the micro-batch.
+`find` tries several sizes before the first step, including an optimizer step, restores everything, and uses
+the largest size that fits. `search()` repeats this during training, for example after unfreezing layers.
+
+Saves: activations: only one micro-batch's are in memory at a time. With `auto`, a run continues after an
+    out-of-memory error.
+Costs: micro-batches that are too small for the device are slow. `auto` copies random states and buffers in
+    each step, and keeps the batches of a window. It copies parameters, gradients and optimizer state to host
+    memory before an update: on a GPU only before the first. On several ranks, gradients are averaged after
+    the backward pass instead of during it. After an out-of-memory error the step runs again, including its
+    hooks (`on_after_backward`, and those around zero_grad). Layers that normalize over a batch (batch norms)
+    see only the micro-batch.
 When not: the batch fits.
-Conflicts: a loss that is no mean over samples, and `optimizer.step()` in `training_step`, both rejected;
-    manual optimization, DeepSpeed's own accumulation and optimizers that step in the backward pass;
-    `auto` on several ranks under anything but DDP, with synchronized batch norms, a communication hook or a
-    static graph.
-Source: learned from Composer's device_train_microbatch_size; what Lightning's own search gets wrong:
+Conflicts: rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`; manual
+    optimization; DeepSpeed's own accumulation; optimizers that step in the backward pass. Also rejected:
+    `auto` on several ranks without DDP, or with synchronized batch norms, a communication hook or a static
+    graph.
+Source: learned from Composer's device_train_microbatch_size; a bug in Lightning's own search:
     https://github.com/Lightning-AI/pytorch-lightning/issues/21903
 """
 
@@ -52,25 +52,26 @@ from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS
 
 PREDICTED_PARTS = 8
-"""Micro-batches of a batch that a prediction runs."""
+"""Most micro-batches per batch that a prediction runs."""
 
 
 class MicroBatch(Managed):
     """Train on each batch in micro-batches.
 
     Args:
-        micro_batch_size: Samples of a micro-batch on one device; `auto` begins with the full batch.
-        find: Search for the largest size that fits before the first step, with `auto`.
+        micro_batch_size: Samples per micro-batch on one device; `auto` starts with the full batch.
+        find: With `auto`, search for the largest size that fits, before the first step.
         headroom: Fraction of the device's memory that `find` leaves free at the peak, on devices that report
-            it.
-        splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
-        keep: Names of tensors, or of anything else in the batch, that every micro-batch gets whole. A name is
-            found at any depth; a path begins at the outside, of names and positions: `targets.weights`, `1`.
+            their memory.
+        splitter: Replaces the built-in rules for splitting a batch: `splitter(batch, micro_batch_size)`.
+        keep: Names of tensors or other values in the batch that every micro-batch gets unsplit. A name
+            matches at any depth; a path of names and positions starts at the root of the batch:
+            `targets.weights`, `1`.
 
     Raises:
-        ConfigError: A number is outside its range, `find` without `auto`, `keep` with a splitter, or, in the
-            first batch, a name that it does not have.
-        ConflictError: The loss is no mean over samples, or `training_step` calls `optimizer.step()`.
+        ConfigError: A number is outside its range; `find` is set without `auto`, or `keep` with a splitter;
+            or the first batch lacks a name in `keep`.
+        ConflictError: The loss is not a mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
         NoEffectWarning: No batch was larger than `micro_batch_size`.
@@ -87,7 +88,7 @@ class MicroBatch(Managed):
     try_as = (
         Try(
             overrides=("callbacks.micro_batch.micro_batch_size={part}",),
-            # There the loader's batch can be smaller; and batch norms see a micro-batch.
+            # With accumulation the loader's batch can be smaller instead; batch norms change the result.
             excludes=("callbacks/gradient_accumulation", "run/batch_norm"),
         ),
     )
@@ -122,16 +123,16 @@ class MicroBatch(Managed):
         self._counts_by = self._uneven = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Leave out micro-batches in the middle of a batch, which need what the others need."""
+        """Skip micro-batches in the middle of a batch, whose memory equals their neighbours'."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
 
     def assumptions(self) -> list[str]:
-        """Return what a prediction does not count."""
+        """Return what a prediction leaves out."""
         size = self._size
         is_cut = size is not None and (size.current or size.largest) * PREDICTED_PARTS < size.largest
-        text = f"of a batch's micro-batches {PREDICTED_PARTS} are run: what the others return is not counted"
+        text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: the others' outputs are not counted"
         return [text] if is_cut else []
 
     @property
@@ -140,19 +141,19 @@ class MicroBatch(Managed):
         return self._size.current if self._size is not None else self._initial_size
 
     def facts(self) -> Facts:
-        """Return what else steps, and what a second attempt at a batch would break."""
+        """Return rules against others that step, and against features that a retry would break."""
         reasons = {
-            "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a batch of its own",
+            "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a separate batch",
             "run/manual_optimization": "the module runs its backward passes itself",
             "run/dataloader_iter": "the module fetches its batches itself",
         }
         remedies = (lightning_loop.WITHOUT_MICRO_BATCH,)
         rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
-        batch_norm = "their statistics are those of a micro-batch, so the result depends on its size"
+        batch_norm = "statistics are computed per micro-batch, so the result depends on its size"
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))
         if not self.is_auto:
             return Facts(excludes=tuple(rules))
-        # What excludes a step that one rank may compute twice, and the others once.
+        # With `auto`, one rank may compute a step twice and the others once.
         wait = "a rank that runs out of memory would leave the others waiting in the middle of a forward pass"
         reasons = {
             "lightning/FSDPStrategy": wait,
@@ -171,9 +172,9 @@ class MicroBatch(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest half a batch, if the loss is a mean over samples by the check that a run makes first.
+        """Suggest half a batch, if the loss passes the check that a run makes first: a mean over samples.
 
-        Where it is on and operations are small, twice its samples.
+        If the callback is already on and operations are small, suggest twice its size instead.
         """
         trainer, module, half = run.trainer, run.module, run.num_samples // 2
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -182,15 +183,18 @@ class MicroBatch(Managed):
             size = own.micro_batch_size
             if not isinstance(size, int) or size >= run.num_samples or not run.small_operations:
                 return None
+            # The callback is on and memory is free: twice the size needs half as many kernels.
             words = f"micro_batch_size={min(2 * size, run.num_samples)}"
             change = Remedy(f"callbacks.micro_batch.{words}", f"MicroBatch({words})")
             return Suggestion(change=str(change), why=f"{run.small_operations}; more memory is needed")
         is_tiled = any(name_of(each).startswith("callbacks/tiled_") for each in callbacks)
         is_simple = module.automatic_optimization and trainer.world_size == 1
         if run.sample is None or not half or is_tiled or not is_simple:
-            return None  # tiles are as large for fewer samples
-        # The gradient of the first half is held while the second half is computed.
+            return None  # a tile's size does not depend on the number of samples
+        # While the second half runs, the gradient of the first half is in memory. `held_bytes` counts it, so
+        # the gradients in the recording get the factor 0.
         factors = {i: 0.0 for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
+        # Activations shrink in proportion to the number of samples.
         factors |= {index: half / run.num_samples for index, _ in run.activations()}
         held_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
         peak_bytes = run.peak_if(factors, held_bytes=held_bytes)
@@ -222,7 +226,8 @@ class MicroBatch(Managed):
         if stage != "fit":
             return
         super().setup(trainer, pl_module, stage)
-        self._initial_size = self.current_size if self.is_auto else None  # of an earlier fit or a checkpoint
+        # Start from the size of an earlier fit or of a checkpoint.
+        self._initial_size = self.current_size if self.is_auto else None
         self._size = MicroBatchSize(
             self.micro_batch_size if isinstance(self.micro_batch_size, int) else None,
             is_auto=self.is_auto,
@@ -245,13 +250,13 @@ class MicroBatch(Managed):
             self.search()
 
     def search(self) -> None:
-        """Search for a size before the next step; call it while training, from a callback or the module.
+        """Search for a size before the next step; call it during training, from a callback or the module.
 
         Raises:
             ConfigError: The size is fixed, or no training is running.
         """
         if self._loop is None or not self.is_auto:
-            allowed = "called in a running training with micro_batch_size=auto"
+            allowed = "to be called during training with micro_batch_size=auto"
             raise ConfigError(key="search", value=self.micro_batch_size, allowed=allowed)
         self._loop.is_search_due = True
 

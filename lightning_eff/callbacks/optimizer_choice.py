@@ -126,6 +126,7 @@ class OptimizerChoice(Managed):
             remedy = Remedy("optimizer=module", "leave out OptimizerChoice")
             raise ConfigError(key="", value=fault, allowed=allowed, remedies=[remedy])
         is_kept = keep_own and is_overridden("configure_optimizers", module)
+        # Its groups are read when Lightning asks for the optimizers, and may have their own learning rates.
         own = module.configure_optimizers if is_kept else None
         self._is_attached = True
         self.cleanup.callback(setattr, self, "_is_attached", False)  # noqa: FBT003 - setattr's own argument
@@ -136,6 +137,7 @@ class OptimizerChoice(Managed):
     def _restore_later(self, owner: Any, name: str) -> None:
         attributes = vars(owner)
         if name in attributes:
+            # Another technique has set it on the instance before.
             self.cleanup.callback(attributes.update, {name: attributes[name]})
         else:
             self.cleanup.callback(attributes.pop, name, None)
@@ -158,6 +160,7 @@ class OptimizerChoice(Managed):
         # Before the rules are checked: an optimizer that they reject has hooks to remove from parameters.
         optimizer: Any = trainer.optimizers[0]
         self._built = optimizer
+        # As in the package schedulefree.
         self._has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
         self.cleanup.callback(self._set_mode, train=False)  # also after an exception
         if hasattr(optimizer, "close"):
@@ -209,6 +212,7 @@ class OptimizerChoice(Managed):
         if self._gradient_reader or trainer.global_step == self._last_step or self._built is None:
             return  # global_step is unchanged: gradients are still accumulating
         self._last_step = trainer.global_step
+        # Set to None, which frees them before the next forward pass needs memory.
         self._built.zero_grad()
         self._has_freed_gradients = True
 
@@ -220,6 +224,7 @@ class OptimizerChoice(Managed):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
+            # The sanity check runs before training has begun.
             self._set_mode(train=not trainer.sanity_checking)
 
     @override
@@ -247,6 +252,7 @@ class OptimizerChoice(Managed):
         held = state_bytes(self._built)
         bytes_per_parameter = sum(held.values()) / num_parameters
         options = [name for name in ("fused", "foreach") if self._built.defaults.get(name)]
+        # The class that does the work inside a wrapper.
         kind = getattr(self._built, "kind_behind", None) or type(self._built)
         title = kind.__name__ + (f" ({options[0]})" if options else "")
         where = ", ".join(f"{human_bytes(size)} on {device}" for device, size in held.items()) or "none"

@@ -231,14 +231,17 @@ class PeftAdapter(Managed):
             for key, parameter in module.named_parameters(recurse=False)
             if parameter.dim() >= 2
         }
+        # Before the adapters, which change the names.
         in_full = [name for name, _ in model.named_modules() if name and is_in_module(name, self._saved())]
         try:
+            # Without a Trainer the model is only inspected (`plan` on the meta device).
             new = inject_adapters(
                 model, self._config(), upcast=self.autocast_adapter_dtype, on_meta=self._trainer is None
             )
             self._first.check_patterns(model)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
+        # Also the layers that an earlier call adapted.
         self._adapted = adapted_layers(model)
         if new and self.target_modules == ALL_LINEAR:
             _warn_if_little(model, sizes, [*new, *in_full])
@@ -247,6 +250,7 @@ class PeftAdapter(Managed):
         self._num_parameters = sum(num_weights(p) for p in model.parameters())
         self._trained_bytes = sum(p.numel() * p.element_size() for p in trained)
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
+        # A strategy that writes shards itself never calls the module's hooks with the full state.
         has_own_checkpoints = isinstance(strategy, OWN_CHECKPOINTS)
         self._hooks = None
         if isinstance(model, pl.LightningModule) and (
@@ -263,6 +267,7 @@ class PeftAdapter(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimized = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
+        # An adapter that no optimizer has would stay the identity for the whole run.
         missing = [n for n, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
         # A strategy that flattens parameters optimizes none of the module's: then the check does not apply.
         if missing and any(id(p) in optimized for p in pl_module.parameters()):

@@ -6,7 +6,7 @@ is NaN or infinite. With `max_deviations`, it also skips an update whose norm is
 more than that many robust standard deviations above the median of the last norms. One such deviation is
 1.4826 times the median absolute deviation, and at least 1 % of the median.
 
-Of a skipped step nothing stays: weights and optimizer state are not updated; buffers, random states, logged
+A skipped step leaves no trace: weights and optimizer state are not updated; buffers, random states, logged
 values and the module's attributes are restored. Neither `global_step` nor the learning-rate schedule
 advances. The run continues as if its loader did not have these batches, bit for bit; the log and the report
 list their numbers. All ranks decide alike, because they have the same gradient: a NaN loss on one rank makes
@@ -96,7 +96,7 @@ class SkipBadSteps(Managed):
         self.last_n_steps = last_n_steps
         self.max_in_a_row = max_in_a_row
         self._norms: deque[float] = deque(maxlen=last_n_steps)
-        self._left_out: list[dict[str, Any]] = []
+        self._skipped: list[dict[str, Any]] = []
         self._num_steps = self._num_in_row = 0
 
     def facts(self) -> Facts:
@@ -105,7 +105,7 @@ class SkipBadSteps(Managed):
             "run/manual_optimization": "the module decides itself when it steps",
             "strategy/deepspeed_zero": "DeepSpeed's engine steps, with gradients that no callback reads",
             "lightning/DeepSpeedStrategy": "DeepSpeed's engine steps, with gradients that no callback reads",
-            "lightning/FSDPStrategy": "each rank has another part of the gradient, and another norm",
+            "lightning/FSDPStrategy": "each rank has only a part of the gradient, so their norms differ",
             "optimizer/in_backward": "gradients are used and freed before their norm is known",
         }
         return Facts(
@@ -118,9 +118,9 @@ class SkipBadSteps(Managed):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             super().setup(trainer, pl_module, stage)
-            self._left_out, self._num_steps, self._num_in_row = [], 0, 0
+            self._skipped, self._num_steps, self._num_in_row = [], 0, 0
             self._norms.clear()
-            self._is_bad = self._is_left_out = False
+            self._is_bad = self._is_skipped = False
             self._gated: Optimizer | None = None
             self._loop = lightning_loop.install(trainer)
             self.cleanup.callback(lightning_loop.uninstall, trainer)
@@ -136,11 +136,11 @@ class SkipBadSteps(Managed):
         # A loss scaler itself skips steps without a finite gradient, and lowers its scale.
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._loop.before_window.append(lambda: self._begin(trainer))
-        self._loop.is_left_out = lambda: self._is_left_out
+        self._loop.is_step_skipped = lambda: self._is_skipped
 
     def _begin(self, trainer: pl.Trainer) -> None:
         """Save the state before the batches of a step."""
-        self._is_bad = self._is_left_out = False
+        self._is_bad = self._is_skipped = False
         if trainer.optimizers[0] is not self._gated:  # in the first step, and where a callback replaced it
             self._gate(trainer.optimizers[0], trainer)
         self._first_batch = trainer.fit_loop.epoch_loop.batch_idx
@@ -171,6 +171,7 @@ class SkipBadSteps(Managed):
         if self.max_deviations is None or len(self._norms) < min(MIN_NORMS, self.last_n_steps):
             return math.inf
         median = statistics.median(self._norms)
+        # The median absolute deviation; times 1.4826, it is the standard deviation of a normal distribution.
         deviation = 1.4826 * statistics.median(abs(norm - median) for norm in self._norms)
         return median + self.max_deviations * max(deviation, MIN_DEVIATION * median)
 
@@ -184,6 +185,7 @@ class SkipBadSteps(Managed):
         @functools.wraps(step)  # also copies a learning-rate scheduler's mark on `step`
         def gated(closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            # An optimizer that moves weights before it calls its closure could not be undone.
             versions = [version(parameter) for parameter in parameters]
             self._num_steps += 1
 
@@ -203,10 +205,10 @@ class SkipBadSteps(Managed):
                 if versions != [version(parameter) for parameter in parameters]:
                     save_nothing_on_exception(trainer)
                     raise _optimizer_error(optimizer, "one that moves no weights before it steps") from None
-                self._leave_out(trainer)
+                self._skip(trainer)
                 return bad.loss
             self._num_in_row = 0
-            if 0 < self._norm < math.inf:  # most losses of a hinge may be 0, which is no usual norm
+            if 0 < self._norm < math.inf:  # a hinge loss is often 0: such norms would distort the median
                 self._norms.append(self._norm)
             return found
 
@@ -217,37 +219,39 @@ class SkipBadSteps(Managed):
         optimizer.step = gated
         self._gated = optimizer
 
-    def _leave_out(self, trainer: pl.Trainer) -> None:
+    def _skip(self, trainer: pl.Trainer) -> None:
         """Restore the state before the batches of this step, and log the batches."""
         # Lightning's name of the hook that runs, the module's `optimizer_step`: `self.log` reads it.
         attributes = vars(trainer.lightning_module)
+        # Restoring the module's attributes would also restore this one.
         hook = attributes.get("_current_fx_name")
         self._snapshot.restore()
         attributes["_current_fx_name"] = hook
-        self._is_left_out = True
+        self._is_skipped = True
         self._num_in_row += 1
+        # The indices, so that the batches can be inspected in the data.
         last = trainer.fit_loop.epoch_loop.batch_idx
         # JSON has no NaN.
         row = {"epoch": trainer.current_epoch, "batches": [self._first_batch, last], "norm": str(self._norm)}
-        self._left_out.append(row)
-        text = f"callbacks/skip_bad_steps: gradient norm {self._norm:.4g}; left out {_batches(row)}"
+        self._skipped.append(row)
+        text = f"callbacks/skip_bad_steps: gradient norm {self._norm:.4g}; skipped {_batches(row)}"
         rank_zero_info(text)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._is_left_out or self._num_in_row != self.max_in_a_row:
+        if not self._is_skipped or self._num_in_row != self.max_in_a_row:
             return
         saver = trainer.checkpoint_callback
         folder = str(getattr(saver, "dirpath", None) or trainer.default_root_dir)  # or a URL
         path = f"{folder.rstrip('/')}/before_bad_steps-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         save_nothing_on_exception(trainer)
-        batches = "; ".join(map(_batches, self._left_out[-MAX_SHOWN:]))
+        batches = "; ".join(map(_batches, self._skipped[-MAX_SHOWN:]))
         never = Remedy("callbacks.skip_bad_steps.max_in_a_row=null", "SkipBadSteps(max_in_a_row=None)")
         raise GradientError(
-            f"{self._num_in_row} steps in a row were left out, the last with a gradient norm of "
+            f"{self._num_in_row} steps in a row were skipped, the last with a gradient norm of "
             f"{self._norm:.4g}: {batches}; {path} has the weights before them\n"
             f"  try: ckpt_path={path} and a smaller optimizer.lr\n  try: {never}"
         )
@@ -263,14 +267,14 @@ class SkipBadSteps(Managed):
 
     def outcome(self) -> Outcome:
         """Report which batches were skipped."""
-        count, steps = len(self._left_out), self._num_steps
-        did = f"left out {count} of {steps} step{'s' * (steps != 1)}"
-        shown = [_batches(row) for row in self._left_out[:MAX_SHOWN]]
+        count, steps = len(self._skipped), self._num_steps
+        did = f"skipped {count} of {steps} step{'s' * (steps != 1)}"
+        shown = [_batches(row) for row in self._skipped[:MAX_SHOWN]]
         shown += ["..."] * (count > MAX_SHOWN)
         return Outcome(
             did=": ".join([did, *filter(None, ["; ".join(shown)])]),
             effective=steps > 0,
-            numbers={"steps": steps, "left_out": self._left_out},
+            numbers={"steps": steps, "left_out": self._skipped},
         )
 
 

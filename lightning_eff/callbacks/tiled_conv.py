@@ -114,6 +114,7 @@ def _tile(
     tiled = {
         name: TiledContainer(module, budget_bytes=budget_bytes, min_pixels=min_pixels)
         for name, module in _containers(model, modules).items()
+        # Pointwise layers alone gain nothing, and a forward on the instance belongs to another technique.
         if "forward" not in vars(module) and has_windows(module)
     }
     for forward in tiled.values():
@@ -136,6 +137,7 @@ def _containers(model: nn.Module, modules: BlockSelector) -> dict[str, nn.Module
     return {
         name: inner
         for prefix, module in selected.items()
+        # Containers inside containers too: the inner one is tiled if the outer one is not.
         for name, inner in module.named_modules(prefix=prefix)
         if is_container(inner)
     }
@@ -294,6 +296,7 @@ class TiledContainer:
         named = list(children_of(self.module).items())
         while named and not self._may_tile(x):  # a later child may upsample it
             x = named.pop(0)[1](x)
+        # Axes of x: samples, channels, then space.
         children = [(name, child, read_module(child, x.dim() - 2, TiledContainer)) for name, child in named]
         self.ends |= {name: found for name, _, found in children if isinstance(found, str)}
         segments: dict[str, Segment] = {}
@@ -303,6 +306,7 @@ class TiledContainer:
                 x = children[0][1](x)
             else:
                 first, last = children[0][0], children[num_children - 1][0]
+                # Without gradients nothing would have been kept.
                 not_held = grid.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
                 segments[first if num_children == 1 else f"{first}-{last}"] = Segment(
                     len(grid.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held
@@ -310,6 +314,7 @@ class TiledContainer:
                 x = apply(grid, x)
             del children[:num_children]
         if segments:
+            # A container may be called with images of several sizes.
             self.segments = max(segments, self.segments, key=_not_held_bytes)
         return x
 
@@ -325,8 +330,10 @@ class TiledContainer:
     def _may_tile(self, x: Any) -> bool:
         if not isinstance(x, Tensor) or not 1 <= x.dim() - 2 <= MAX_AXES:
             return False
+        # A meta tensor has only a shape, for which tiles save nothing.
         if not x.is_floating_point() or x.is_meta:
             return False
+        # Samples x space; axis 1 is the channels.
         num_pixels = x.numel() // max(1, x.shape[1])
         self.max_pixels = max(self.max_pixels, num_pixels)
         return num_pixels >= self.min_pixels
@@ -338,12 +345,15 @@ class TiledContainer:
             if isinstance(found, str):
                 break
             run.append(found)
+        # An in-place layer at the front would overwrite the halo that the next tile reads.
         if not run or not run[0] or overwrites_input([layer for layers in run for layer in layers]):
             return 1, None
+        # Everything that decides the cut: the run of local children, the input, and what each layer keeps.
         key = (
             len(children), len(run), x.shape, computed_itemsize(x), x.requires_grad,
             tuple(layer.keeps for layers in run for layer in layers),
         )  # fmt: skip
+        # A search takes milliseconds, and inputs of the same size have the same cut.
         if key not in self._cuts:
             self._cuts[key] = self._best_cut(run, x)
         num_children, pieces = self._cuts[key]
@@ -353,6 +363,7 @@ class TiledContainer:
     def _best_cut(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]]:
         """Return the number of children, and the pieces, of the segment that saves most when tiled."""
         best, most_saved = (1, ()), 0
+        # The longest segment first; a shorter one must save strictly more.
         for num_children in range(len(run), 0, -1):
             layers = [layer for part in run[:num_children] for layer in part]
             try:

@@ -89,6 +89,7 @@ def tile_loss(
 
 def _tile(model: nn.Module, head: str | None, tile_budget_mib: float | None) -> dict[str, LateProjection]:
     name, module = find_head(model, head) or ("", None)
+    # A second call finds the projection replaced.
     if module is None or LateProjection.is_late(module):
         return {}
     return {name: LateProjection(module, name, tile_budget_mib=tile_budget_mib)}
@@ -138,7 +139,7 @@ class TiledLoss(Tiling):
         unseen = tuple(
             Rule(
                 name=name,
-                reason="it waits for the gradient of the model's logits, which there is not",
+                reason="it waits for the gradient of the model's logits, which is never computed",
                 remedies=(TO_FSDP2, Remedy("~callbacks.tiled_loss", "remove TiledLoss")),
             )
             for name in ("lightning/FSDPStrategy", "lightning/ModelParallelStrategy")
@@ -165,7 +166,9 @@ class TiledLoss(Tiling):
         whole = {i: each for i, each in outside.items() if run.sizes[i] in sizes}
         if not {each.operation for each in whole.values() if each.phase == "forward"} <= {*GEMMS, *TILED}:
             return None  # something else reads the logits, so they would be computed anyway
+        # The log-softmax is float32 [rows, vocabulary]: 4 bytes per value.
         num_rows = log_softmax // (4 * head.out_features)
+        # An expanded tensor has the shape of the hidden states without their memory.
         rows = torch.empty(1, 1, device=head.weight.device).expand(num_rows, head.in_features)
         fraction = tile_rows_of(rows, head.out_features, None) / max(1, num_rows)
         return Suggestion(
@@ -184,6 +187,7 @@ class TiledLoss(Tiling):
         """Pass the number of targets to exact accumulation."""
         self._unweighted, self._has_warned = [], False
         step = trainer.fit_loop.epoch_loop.automatic_optimization
+        # Only with GradientAccumulation or MicroBatch; Lightning's own loop does not use weights.
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh, step.weighs_by = self._weigh, "targets of the tiled loss"
             for projection in self._tiled.values():
@@ -200,6 +204,7 @@ class TiledLoss(Tiling):
             self._counted[projection] = projection.num_losses, projection.readers.copy()
             means += projection.means
             projection.means = []
+        # A loss that is the tiled mean itself has its autograd node; `loss + aux` has another one.
         loss = rest.get("loss")
         node = node_of(loss) if isinstance(loss, Tensor) else None
         targets = next((count for each, count in means if each is node), None)
@@ -208,6 +213,7 @@ class TiledLoss(Tiling):
         if targets is not None:
             return {"loss_weight": targets, **rest}
         if means and num_samples:
+            # Equal numbers of targets per sample need no weights; `on_before_optimizer_step` compares them.
             self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
         return output
 
@@ -273,11 +279,13 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
             allowed = f"the name of the output projection, for example {example}"
             raise ConfigError(key="head", value=head, allowed=allowed)
         return head, _trained_copy(named[head])
+    # The method of Hugging Face's models; None for a model without a head.
     getters = [getattr(module, "get_output_embeddings", None) for module in (model, *named.values())]
     outputs = {id(get()) for get in getters if callable(get)}
     names = [name for name, module in named.items() if id(module) in outputs]
     if not names:
         adapters = [name for name, module in named.items() if hasattr(module, model_surgery.ADAPTER)]
+        # Layers inside blocks and adapters are never the head.
         inner = tuple(f"{name}." for name in (*model_surgery.repeated_blocks(model), *adapters))
         layers = {
             name: layer
@@ -293,6 +301,7 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
             if not shared.isdisjoint(map(id, layer.parameters(recurse=False)))
         ]
         if not names:
+            # The head widens the hidden states to the vocabulary.
             widths = {
                 name: layer.out_features
                 for name, layer in layers.items()

@@ -12,8 +12,8 @@ An MLP is tiled if its input has at least `min_tokens`, and `tokens x widest x 5
 budget; the number of tiles is their quotient. That always lowers the MLP's part of the backward pass. Whether
 the step's peak is there, and not in the loss, depends on the full step: `lightning-eff plan` predicts it. The
 default budget is the larger of 64 MiB and the input's size; below it, the rest of a block holds more than a
-tile. It also keeps the number of tiles low (at most 20 if the MLP is four times as wide as its input). Few
-tiles matter because gradients of a weight are added in that weight's dtype.
+tile. It also keeps the number of tiles low (at most 20 if the MLP is four times as wide as its input). A
+weight's gradient is then rounded less often, since the tiles' gradients are added in the weight's dtype.
 
 Saves: the wide activations of MLPs on long sequences.
 Costs: one more forward of the MLPs, at most a third of their operations. Nothing in blocks that
@@ -132,6 +132,7 @@ def _candidates(model: nn.Module, modules: BlockSelector) -> Mapping[str, nn.Mod
             return model_surgery.select_blocks(model, modules)
         except ConfigError as error:
             raise ConfigError(key="modules", value=error.value, allowed=error.allowed) from error
+    # A child with a single matrix has no wide activation inside it.
     return {
         f"{prefix}.{name}": child
         for prefix, block in model_surgery.repeated_blocks(model).items()
@@ -209,6 +210,7 @@ class TiledMLP(Tiling):
         # Assume float32; in 16 bits there are half as many tiles.
         wide_bytes = run.num_tokens * max(widest.values(), default=0) * NUM_WIDE * 4
         num_tiles = max(1, -(-wide_bytes // MIN_BUDGET_BYTES))
+        # With tiles, a recomputed MLP holds 1 / num_tiles of each of its activations at a time.
         inside = [index for index, owner in enumerate(run.owners(widest)) if owner]
         return Suggestion(
             technique=callback,
@@ -238,7 +240,7 @@ class TiledMLP(Tiling):
         else:
             did = (
                 f"{len(tiled)} MLP{'s' * (len(tiled) != 1)} in up to {tiles} tiles of {tokens:,} tokens: "
-                f"{human_bytes(not_held)} less in each one's backward pass"
+                f"each backward pass holds {human_bytes(not_held)} less"
             )
         did += _left_out(self._refused)
         numbers = {
@@ -251,7 +253,7 @@ class TiledMLP(Tiling):
 def _left_out(refused: Mapping[str, str]) -> str:
     """Describe which children of blocks are not tiled, and why."""
     kinds = {name.rpartition(".")[2]: reason for name, reason in refused.items()}
-    return "".join(f"; {kind} is left out: {reason}" for kind, reason in kinds.items())
+    return "".join(f"; {kind} is not tiled: {reason}" for kind, reason in kinds.items())
 
 
 class TiledForward:
@@ -270,7 +272,7 @@ class TiledForward:
 
     Args:
         module: The module.
-        token_wise: The verdict on the module; inputs with unlisted ranks are computed in one piece.
+        token_wise: The verdict on the module; inputs of other ranks are computed without tiles.
         budget_bytes: Bytes that the wide activations of one tile may take; None takes the larger of 64 MiB
             and the input's size.
         min_tokens: Inputs with fewer tokens are not tiled.
@@ -293,7 +295,7 @@ class TiledForward:
         self.not_held_bytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module; in one piece if it is called with more than one tensor."""
+        """Compute the module; without tiles if it is called with more than one tensor."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return self._compute(*args, **kwargs)
@@ -304,13 +306,16 @@ class TiledForward:
         """Return the number of tiles for an input, and store it for the report."""
         num_tokens = math.prod(x.shape[:-1])
         device = x.device.type
+        # Under autocast, the products and what follows them have autocast's dtype.
         is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
         itemsize = torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
         wide_bytes = num_tokens * self._token_wise.widest * NUM_WIDE * itemsize
         budget_bytes = self.budget_bytes or max(MIN_BUDGET_BYTES, x.nbytes)
+        # Rounded up, and at most one tile per token.
         num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
         self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
         self.max_tiles = max(self.max_tiles, num_tiles)
+        # Without tiles all wide activations are held, with them those of one tile.
         self.not_held_bytes = max(self.not_held_bytes, wide_bytes - wide_bytes // num_tiles)
         return num_tiles
 
@@ -330,6 +335,7 @@ class TiledForward:
                 self._gathered.undo()
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        # The class's forward, since the instance's is this object.
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _tiled(self, x: Tensor, num_tiles: int) -> Tensor:
@@ -338,6 +344,7 @@ class TiledForward:
             outputs = [self._compute(tile) for tile in tiles]
         else:
             saved = [_save(tile) for tile in tiles]  # before any tile runs
+            # One state for all tiles: each is computed again with the flags and parameters of this call.
             state = CallState(self.module)
             # Hide the tiles' saved tensors from an outer checkpoint, which would recompute them.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
@@ -355,6 +362,7 @@ class TiledForward:
     def _run(self, first: list[Tensor], state: CallState, saved: Tensor) -> Any:
         if first:
             return self._compute(first.pop())
+        # The second run reads the tile from the graph, where `_save` put it.
         node: Any = saved.grad_fn
         (tile,) = node.saved_tensors
         with state.again("a tiled MLP"):
@@ -367,6 +375,7 @@ class _Save(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, x: Tensor, needs_grad: Tensor) -> Tensor:
+        # Through autograd, so that an outer checkpoint sees the tensor and can drop and restore it.
         ctx.save_for_backward(x)
         return x.new_empty(0)
 

@@ -101,9 +101,12 @@ def compile_in_place(
                 owner, method = model.get_submodule(owner_path), part
             before = vars(owner).get(attribute)
             if not isinstance(before, CompiledCall):
+                # On the instance, so that a class shared with other modules, and all state-dict keys, stay
+                # the same.
                 vars(owner)[attribute] = CompiledCall(method, options)
                 undo[path] = functools.partial(vars(owner).pop, attribute)
                 if before is not None:
+                    # The instance already had its own method, for example a replaced forward.
                     undo[path] = functools.partial(vars(owner).update, {attribute: before})
     return undo
 
@@ -113,6 +116,7 @@ def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, 
     if target == "blocks":
         return dict(model_surgery.select_blocks(model, blocks))
     if target == "forward":
+        # Of a LightningModule only the method: compiling the module would compile its steps, which log.
         return {target: model.forward if isinstance(model, pl.LightningModule) else model}
     part: Any = model
     for name in target.split("."):
@@ -188,6 +192,7 @@ class TorchCompile(Managed):
         fullgraph: bool = False,
         cache_dir: StrPath | None = None,
     ) -> None:
+        # An empty tuple, since by default torch leaves out the debugging backends (`eager`, `aot_eager`).
         backends: list[str] = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
             allowed = f"a backend of torch.compile; {suggest_name(backend, backends)}"
@@ -257,11 +262,13 @@ class TorchCompile(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         for undo in compiled.values():
+            # Undone before the module's own `configure_model` is restored: the last callback runs first.
             self.cleanup.callback(undo)
         self._num_parts += len(compiled)
         # torch 2.13 counts recompilations per code object, which all blocks of a class share. Beyond the
         # limit it would continue uncompiled.
         limit = RECOMPILATIONS_PER_PART * max(1, self._num_parts)
+        # torch's default of the second limit, which counts over all shapes of a code object.
         most = max(256, limit)
         limits = torch_private("torch._dynamo:config", "callbacks/torch_compile").patch(
             recompile_limit=limit, accumulated_recompile_limit=most, fail_on_recompile_limit_hit=True
@@ -333,8 +340,10 @@ class Compilations:
         """Count compilations inside the context."""
         counters = self._counters = torch_private("torch._dynamo.utils:counters", "callbacks/torch_compile")
         callbacks = torch_private("torch._dynamo.callback:callback_handler", "callbacks/torch_compile")
+        # torch's counters are of the process: the counts of this run are differences.
         found = Counter(counters["aot_autograd"])
         self._before = counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), found
+        # These callbacks also run for backward graphs, which autograd compiles in the first backward pass.
         callbacks.register_start_callback(self._on_start)
         callbacks.register_end_callback(self._on_end)
         try:
@@ -411,6 +420,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         return
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Test now: the compiler would fail in the first step, with a long traceback.
         with TemporaryFile(dir=path):
             pass
     except OSError as error:

@@ -194,6 +194,7 @@ class TritonGemm(Managed):
         self._fused |= fused
         for name, layer in list(new.items()):
             if any(layer in (mlp.layers.up, mlp.layers.down) for mlp in fused.values()):
+                # A fused MLP computes these layers itself. Its gate stays a module, so it stays converted.
                 unswap(new.pop(name))
         self._swapped |= new
         return len(new) + len(fused)
@@ -213,7 +214,8 @@ class TritonGemm(Managed):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Tell layers whether the step may have several backward passes, so that they prepare to add."""
+        """Set whether the step may have several backward passes, so that layers prepare to add gradients."""
+        # The last step has changed the weights, and with them their casts.
         forget_copies()
         self._accumulation.is_expected = self._step is not None and self._step.may_have_several_passes
 
@@ -227,6 +229,8 @@ class TritonGemm(Managed):
         self._is_settled = True
         self._follow_rank_0(trainer)
         ours = self._choices.ours() if self._choices is not None else []
+        # A choice is known by sizes, not by layer: keep a layer if any shape with its features uses our
+        # kernels.
         for layer in self._swapped.values() if self._step is None else ():  # only without accumulation
             is_ours = any({layer.out_features, layer.in_features} <= sizes for sizes in ours)
             if layer.backend == "auto" and not is_ours:
@@ -249,6 +253,7 @@ class TritonGemm(Managed):
         """
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
+            # In its last backward pass, DDP's reducer waits for every gradient to pass through autograd.
             may_add = not model.require_backward_grad_sync
         else:
             may_add = trainer.world_size == 1

@@ -85,6 +85,7 @@ class AtomicFiles(CheckpointIO):
         self._prepare_save(checkpoint, target)
         checkpoint = with_plain_hparams(checkpoint)
         if self.asynchronous and not self._is_run_over:
+            # A copy in memory: the run changes its tensors while the thread writes.
             buffer = io.BytesIO()
             torch.save(checkpoint, buffer)
             state = buffer.getbuffer()
@@ -122,10 +123,13 @@ class AtomicFiles(CheckpointIO):
         The first save accepts non-finite weights too, as long as the optimizer's state is finite.
         """
         self._writer.wait()
+        # Some models hold inf or NaN on purpose, for example in a mask. Only names that the first checkpoint
+        # did not have count as broken.
         found = nonfinite(nested_dict(checkpoint, "state_dict"))
         if self._nonfinite is None:
             states = dict(enumerate(tree_leaves(checkpoint.get("optimizer_states")) if found else ()))
             self._nonfinite = set() if nonfinite(states) else found
+        # The previous checkpoint is the last one to resume from: saving would soon rotate it away.
         if broken := sorted(found - self._nonfinite):
             text = f"checkpoint {target} was not saved: {parameters_have(broken)} values that are not finite"
             kept = sorted((p.stat().st_mtime_ns, p) for p in self._own_files if p.exists())
@@ -142,6 +146,7 @@ class AtomicFiles(CheckpointIO):
         start = time.perf_counter()
         with disk_errors(target, fill):
             written = write_with_digest(target, fill)
+        # Test once per run that what was saved can be loaded; `meta` and mmap read no values.
         if not self._statistics.num_saves:
             try:
                 load_plain(target, map_location="meta", mmap=True)
@@ -183,6 +188,7 @@ class AtomicFiles(CheckpointIO):
                 self._statistics.num_without_digest += 1
                 text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
                 warnings.warn(f"{text}were compared", CheckpointWarning, stacklevel=2)
+            # The run resumes from these weights, so its first save compares with them.
             self._nonfinite = nonfinite(nested_dict(state, "state_dict"))
             return state
 
@@ -234,9 +240,11 @@ class AtomicFiles(CheckpointIO):
     def _reason_to_keep(self, path: Path) -> str:
         """Return why a file is kept, empty if it is not: a foreign checkpoint may have named it."""
         is_own, is_folder = path in self._own_files, sharded.is_sharded_checkpoint(path)
+        # ModelCheckpoint restores paths from the checkpoint it resumes from, which may come from elsewhere.
         if path.parent not in self._own_folders and not is_own:
             return "it lies outside the folders that this run saves to"
         if path.is_symlink():
+            # Links such as `last.ckpt` point to a file of the same folder by its bare name.
             is_local = path.readlink().name == str(path.readlink())
             return "" if is_local else "it is a link to another folder"
         if path.is_dir() and not is_folder:
@@ -267,6 +275,8 @@ class BackgroundWriter:
 
     def add_if_successful(self, job: Callable[[], None]) -> None:
         """Run a job if no pending job fails; at once if none is pending."""
+        # Lightning removes the previous checkpoint after asking for the next: if that save fails, the
+        # previous one is needed.
         before = list(self._pending)
         if before:
             self.add(lambda: None if any(future.exception() for future in before) else job())

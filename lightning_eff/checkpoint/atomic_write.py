@@ -58,6 +58,7 @@ def write_with_digest(path: Path, fill: Callable[[Any], object]) -> Written:
         try:
             fill(writer)
         except RuntimeError as error:
+            # torch replaces the OSError by a RuntimeError without its cause; the writer kept it.
             if writer.error is None:
                 raise
             raise writer.error from error
@@ -96,6 +97,7 @@ def atomic_replace(path: Path) -> Generator[int]:
             is_file = path.is_file() and not path.is_symlink()
             os.fchmod(fd, stat.S_IMODE(path.stat().st_mode) if is_file else 0o666 & ~_umask())
             os.fsync(fd)  # content before the rename: else a power loss could leave an empty file
+            # POSIX renames atomically: a reader sees the old file or the new one, never a mixture.
             temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -104,6 +106,7 @@ def atomic_replace(path: Path) -> Generator[int]:
         finally:
             os.close(fd)
         try:
+            # A rename survives a power loss only once its folder is on the disk too.
             _sync_folder(folder)
         except OSError as error:
             raise CheckpointError(
@@ -144,11 +147,14 @@ def remove_temporary_files(folder: Path) -> list[Path]:
     removed: list[Path] = []
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
+            # Only regular files with this module's name pattern are ever removed.
             if not TEMPORARY.fullmatch(path.name) or not path.is_file() or path.is_symlink():
                 continue
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
+                    # A living writer holds the lock, so this raises an OSError; the system releases a dead
+                    # writer's lock.
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
                     removed.append(path)
@@ -203,6 +209,8 @@ def _open_temporary(folder: Path) -> tuple[int, Path]:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
+            # Between creation and lock, another process may have taken the file for a dead writer's and
+            # removed it.
             if os.fstat(fd).st_nlink:
                 return fd, path
         except OSError:

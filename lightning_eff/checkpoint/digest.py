@@ -50,6 +50,7 @@ class DigestWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Write `data` except its last bytes, which may be the archive's end record."""
+        # torch.save writes many small pieces and a few large ones: small ones are joined to one system call.
         if len(data) < _CHUNK_BYTES:
             self._buffer += data
             if len(self._buffer) >= _CHUNK_BYTES:
@@ -81,6 +82,7 @@ class DigestWriter:
         self.num_bytes += len(data)
         rest = memoryview(data)
         try:
+            # A write may take only part of the bytes, for example at a limit of the file system.
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
@@ -104,6 +106,7 @@ def verify(file: IO[bytes]) -> str | None:
     if tail.startswith(DIGEST_PREFIX):
         digest = tail[-NUM_DIGEST_BYTES:].decode("ascii", "replace")
         found, position, chunk = hashlib.sha256(), 0, memoryview(bytearray(_CHUNK_BYTES))
+        # The digest covers everything before its own 64 characters, the prefix included.
         while num_bytes := os.preadv(fd, [chunk[: size - NUM_DIGEST_BYTES - position]], position):
             found.update(chunk[:num_bytes])
             position += num_bytes
@@ -112,6 +115,7 @@ def verify(file: IO[bytes]) -> str | None:
                 f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
             )
         return digest
+    # Stock torch writes no comment, so a complete file ends with an end record of comment length 0.
     if not (is_archive and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0")):
         raise CheckpointError(
             "it is cut off or not a checkpoint" if is_archive or not size else "it is not a checkpoint"

@@ -101,6 +101,7 @@ def load_module_state(
     keys = IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
     for hook in vars(module)["_load_state_dict_post_hooks"].values():  # as torch 2.13's load_state_dict does
         hook(module, keys)  # may remove keys: adapters' checkpoints lack the base model
+    # Everything is checked before the first tensor is assigned: a failed load leaves the model unchanged.
     problems = [f"missing {name[:200]!a}" for name in keys.missing_keys] if strict else []
     problems += [f"unexpected {name[:200]!a}" for name in keys.unexpected_keys] if strict else []
     common = [name for name in own if name in state]
@@ -121,9 +122,11 @@ def optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
     sharded: ShardedState = self.sharded_state(optimizer)
     state: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
+    # torch numbers parameters across all groups, in the order of the groups.
     start = 0
     for group, option in zip(sharded.groups, sharded.options, strict=True):
         for index, parameter in enumerate(group, start):
+            # `requires_grad` is the same on all ranks, so all ranks gather the same tensors.
             entries = sharded.state_of(parameter) if parameter.requires_grad else {}
             if entries:
                 state[index] = {
@@ -162,6 +165,7 @@ def load_optimizer(sharded: ShardedState, saved: Mapping[str, Any]) -> None:
     for group, option, saved_group in zip(
         sharded.groups, sharded.options, saved["param_groups"], strict=True
     ):
+        # In place: schedules and the optimizer hold these dictionaries.
         option.update({key: value for key, value in saved_group.items() if key != "params"})
         for parameter, index in zip(group, saved_group["params"], strict=True):
             if parameter.requires_grad:

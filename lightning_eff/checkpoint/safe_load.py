@@ -91,6 +91,7 @@ def _plain(value: Any, name: str, left_out: list[str]) -> Any:
     Raises:
         TypeError: The value itself has no plain form, or is a secret.
     """
+    # Conversions may follow each other: an enum's value may be a path.
     for kinds, convert in CONVERSIONS:
         if isinstance(value, kinds):
             value = convert(value)
@@ -105,6 +106,7 @@ def _plain(value: Any, name: str, left_out: list[str]) -> Any:
             except (TypeError, OmegaConfBaseException):  # the latter: an interpolation of a missing key
                 left_out.append(path)
         return result
+    # torch.Size is a tuple too, but torch loads it unchanged.
     if isinstance(value, (list, tuple, set, frozenset)) and type(value) not in TORCH:
         values = [_plain(each, name, left_out) for each in cast(Iterable[Any], value)]
         return (
@@ -114,4 +116,5 @@ def _plain(value: Any, name: str, left_out: list[str]) -> Any:
     is_other = basic is None and value is not None and type(value) not in TORCH
     if is_other or is_secret(name.rpartition(".")[2], value):
         raise TypeError(name)
+    # Subclasses, such as a string enum or numpy's float64, become the basic type.
     return value if basic is None else basic(value)

@@ -135,6 +135,7 @@ def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
         (torch.Size([3, 1]), [[0.0], [1.0]], [[0.0], [0.0], [2.0]])
     """
     num_rows = 0
+    # A shard's content comes from a file and may be anything, so nothing about it is assumed.
     for rows in shards:
         layout = (rows.dtype, rows.shape[1:]) if isinstance(rows, Tensor) and rows.ndim else None
         if layout != (outline.dtype, outline.shape[1:]):
@@ -159,6 +160,7 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
         {'a': ["['a'][0]", 2]}
     """
     leaves, structure = tree_flatten_with_path(value)
+    # By identity: two names of one tensor must stay one tensor.
     changed: dict[int, Any] = {}
     for path, leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in changed:
@@ -207,6 +209,7 @@ def read_index(path: Path) -> Index:
     if loaded.get("format") != FORMAT or type(version) is not int or version != VERSION:
         text = f"checkpoint {path / INDEX} is not loaded: it is not an index of version {VERSION}"
         raise CheckpointError(text)
+    # The token becomes part of file names, so its form is checked: a path in it could leave the folder.
     token, digests, checkpoint = (loaded.get(key) for key in ("token", "digests", "checkpoint"))
     if (
         not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(checkpoint, dict))
@@ -233,6 +236,7 @@ def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
             raise CheckpointError(
                 f"checkpoint {path} is not loaded: its shard {file.name} is missing"
             ) from error
+        # `verify` compared the shard with its own digest; only the index says which save it belongs to.
         if found != index.digests[shard]:
             raise CheckpointError(
                 f"checkpoint {file} is not loaded: it is intact, but of another save than its index"
@@ -247,6 +251,7 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
         CheckpointError: The shards do not hold the rows of the index's outlines.
     """
     num_ranks, shards = len(index.digests), list[Mapping[str, Any]]()
+    # With `mmap`, values stay on the disk until they are used.
     for rank in range(num_ranks):
         content = load_plain(shard_path(index.folder, index.token, rank, num_ranks), mmap=True)
         shards.append(content if isinstance(content, dict) else {})
@@ -311,6 +316,7 @@ class Ranks:
         """Exchange one message per rank; a collective of all ranks."""
         if self.size == 1:
             return [message]
+        # Messages differ in length: torchmetrics' gather pads them and cuts them again.
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self._device)
         return [json.loads(bytes(row.tolist())) for row in gather_all_tensors(data)]
 
@@ -397,6 +403,7 @@ def new_save(path: Path) -> Generator[str]:
         raise CheckpointError(f"checkpoint {path} was not saved: a file of that name exists")
     if path.is_dir() and not is_sharded_checkpoint(path):
         names = [file.name for file in path.iterdir()]
+        # Only what a failed save leaves is replaced; a folder with anything else belongs to the user.
         others = [n for n in names if not (n == INDEX or SHARD_FILE.fullmatch(n) or TEMPORARY.fullmatch(n))]
         if others:
             raise CheckpointError(
@@ -430,6 +437,7 @@ def write_index(path: Path, token: str, digests: list[str], checkpoint: Mapping[
         text += "\n  try: a folder on a disk that all ranks share"
         raise CheckpointError(text)
     content = {"format": FORMAT, "version": VERSION, "token": token, "digests": digests}
+    # The index must load with `weights_only`, and hyperparameters may be any objects.
     content |= {"checkpoint": with_plain_hparams(checkpoint)}
     return write_with_digest(path / INDEX, lambda file: torch.save(content, file))
 
@@ -459,6 +467,7 @@ def clean_up(path: Path) -> list[Path]:
         except (CheckpointError, OSError):
             return removed  # a damaged index: the user decides about the shards that it names
     for file in shards:
+        # Without a digest the file was not written by this package, whatever its name.
         if f"-{token}-" not in file.name and has_digest(file):
             file.unlink(missing_ok=True)
             removed.append(file)

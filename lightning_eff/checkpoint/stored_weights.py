@@ -35,6 +35,7 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
     """
     # Drop dangling links, and links to a checkpoint that is found under its own name.
     found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
+    # Links come first, so that the name of the file itself replaces them.
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
     by_run = sorted(by_file.values(), key=lambda path: (began(path.parent.parent), path.parent), reverse=True)
     in_runs = (run for _, run in itertools.groupby(by_run, key=lambda path: path.parent))
@@ -120,6 +121,7 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
     """
     path = path.expanduser()
     check_path(key, path)
+    # A folder may be a checkpoint itself. A path without a suffix that does not exist yet stands for runs.
     is_runs = path.is_dir() and not sharded.is_sharded_checkpoint(path)
     file = newest_valid(path) if is_runs or not (path.suffix or path.exists()) else path
     if file is None:

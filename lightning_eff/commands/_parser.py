@@ -82,18 +82,18 @@ def _train(verb: Parser) -> None:
     about = "print the composed config and stop"
     verb.add_argument("-c", "--cfg", choices=["job", "hydra", "all"], help=about)
     topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    about = f"print what Hydra knows about the config and stop: {', '.join(topics)}"
+    about = f"print Hydra's information about the config and stop: {', '.join(topics)}"
     verb.add_argument("-i", "--info", nargs="?", const="all", choices=topics, metavar="WHAT", help=about)
 
 
 def _plan(verb: Parser) -> None:
     verb.takes = RECIPE
     verb.epilog = """
-  lightning-eff plan lm                 what is on, who set it, and the memory of a step
+  lightning-eff plan lm                 active techniques, where they are set, and the memory of a step
   lightning-eff plan lm device=rtx4090  on another GPU: l4, a10, h100, mi300x, ... or device.memory=40GiB
   lightning-eff plan long_context model.name=NAME device=h200   the longest sequence that fits
   lightning-eff plan lm strategy=fsdp2 trainer.devices=8 trainer.accelerator=cpu data.batch_size=2
-                                        and the memory of each of 1 to 1,024 devices
+                                        also shows the memory per device for 1 to 1,024 devices
 
 Exit code 5 when a combination is rejected, 3 when this machine lacks something; both with a remedy.
 """
@@ -114,29 +114,29 @@ A trial that hangs or fails gets a row with the reason. An interruption prints w
     verb.add_argument("--steps", type=_at_least(6), default=8, metavar="N", help=about)
     about = "runs of each trial (3); the fastest counts"
     verb.add_argument("--rounds", type=_at_least(1), default=3, metavar="N", help=about)
-    about = "seconds until a trial is killed (180); a third of them after its first batch, it starts no other"
+    about = "kill a trial after N seconds (180); it starts no batch later than N/3 after its first"
     verb.add_argument("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
-    about = "these rows besides the baseline and the recipe as it is; * matches anything"
+    about = "run only these rows, the baseline and the unchanged recipe; * matches anything"
     verb.add_argument("--only", metavar="NAME,...", help=about)
-    about = "a row of your own on top of the baseline; may be repeated"
+    about = "add a custom row on top of the baseline; may be repeated"
     verb.add_argument("--row", action="append", default=[], metavar="'OVERRIDES'", help=about)
 
 
 def _tune(verb: Parser) -> None:
     verb.takes = RECIPE
     verb.epilog = """
-  lightning-eff tune lm                      ends with the command that trains lm fastest here
+  lightning-eff tune lm                      prints the fastest command to train lm on this machine
   lightning-eff tune lm --minutes 30 --memory 8GiB
 
-The same command continues where an interrupted one stopped. Steps, their losses and the global batch stay.
+The same command continues an interrupted search. Steps, their losses and the global batch do not change.
 """
-    about = "start no trial later (8)"
+    about = "start no trial after this time (8)"
     verb.add_argument("--minutes", type=_at_least(0.1, float), default=8.0, metavar="N", help=about)
     about = "optimizer steps of a trial (8)"
     verb.add_argument("--steps", type=_at_least(6), default=8, metavar="N", help=about)
-    about = "a trial is killed after so many seconds (180)"
+    about = "kill a trial after N seconds (180)"
     verb.add_argument("--limit-s", type=_at_least(1, float), default=180.0, metavar="N", help=about)
-    about = "what a step may need, as in 8GiB; otherwise what the device has free"
+    about = "memory limit of a step, for example 8GiB; by default the device's free memory"
     verb.add_argument("--memory", type=_size, metavar="SIZE", help=about)
 
 
@@ -150,7 +150,7 @@ def _launch(verb: Parser) -> None:
 A restarted job resumes from its newest checkpoint: the output root must be shared by all machines.
 """
     verb.add_argument("--nodes", type=_at_least(1), default=1, metavar="N", help="machines (1)")
-    about = "GPUs of each, one rank on each (none)"
+    about = "GPUs per machine, one rank each (none)"
     verb.add_argument("--gpus", type=_at_least(0), default=0, metavar="N", help=about)
     kinds, about = ["trainjob", "jobset", "rayjob"], "k8s: for Kubeflow Trainer, JobSet or KubeRay (trainjob)"
     verb.add_argument("--kind", choices=kinds, dest="kind_of_job", help=about)
@@ -170,17 +170,18 @@ def _generate(verb: Parser) -> None:
 """
     about = "text to continue (the standard input); with --chat the user's turn"
     verb.add_argument("--prompt", metavar="TEXT", help=about)
-    verb.add_argument("--chat", action="store_true", help="by the chat template of the data's tokenizer")
+    about = "use the chat template of the data's tokenizer"
+    verb.add_argument("--chat", action="store_true", help=about)
     verb.add_argument("--system", metavar="TEXT", help="with --chat: the system's turn")
     about = "tokens to write (64)"
     verb.add_argument("--max-new-tokens", type=_at_least(1), default=64, metavar="N", help=about)
-    about = "divides the logits; this and the options below sample"
+    about = "divide the logits by T; this and the options below enable sampling"
     verb.add_argument("--temperature", type=float, metavar="T", help=about)
     verb.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     about = "draw from the likeliest tokens that together have this probability"
     verb.add_argument("--top-p", type=float, metavar="P", help=about)
     verb.add_argument("--num-samples", type=_at_least(1), default=1, metavar="N", help="texts to draw (1)")
-    verb.add_argument("--seed", type=_at_least(0), metavar="N", help="seed of what is drawn (0)")
+    verb.add_argument("--seed", type=_at_least(0), metavar="N", help="random seed for sampling (0)")
 
 
 def _export(verb: Parser) -> None:
@@ -201,7 +202,7 @@ def _export(verb: Parser) -> None:
 def _report(verb: Parser) -> None:
     verb.takes = RUNS
     verb.epilog = """
-  lightning-eff report lm                                  the newest run of lm: its report, and its page anew
+  lightning-eff report lm                                  print the newest run's report, rebuild its page
   lightning-eff report lm lora                             the newest run of each, side by side
   lightning-eff report outputs/lm/sweep_2026-11-21_10-00-00-000000     all runs of a sweep
 """
@@ -216,7 +217,7 @@ def _migrate(verb: Parser) -> None:
   lightning-eff migrate axolotl.yaml --json
 """
     tools = ["transformers", "accelerate", "deepspeed", "lightning", "axolotl"]
-    about = f"the tool that the file is of; otherwise recognized: {', '.join(tools)}"
+    about = f"the tool that wrote the file; detected by default: {', '.join(tools)}"
     verb.add_argument("--from", dest="source", choices=tools, metavar="TOOL", help=about)
 
 
@@ -238,7 +239,7 @@ WITHOUT_OPTIONS = {
     "test": (
         RUN_OR_RECIPE,
         """
-  lightning-eff test mine.yaml ckpt_path=best     by what model_checkpoint monitored
+  lightning-eff test mine.yaml ckpt_path=best     the best checkpoint, by model_checkpoint's metric
   lightning-eff test outputs/mine/2026-11-21_10-00-00-000000 ckpt_path=step-40.ckpt
 """,
     ),
@@ -252,7 +253,7 @@ WITHOUT_OPTIONS = {
     "ls": (
         "[WORD]",
         """
-  lightning-eff ls memory        what has this word in its name or summary
+  lightning-eff ls memory        entries with this word in their name or summary
   lightning-eff ls empty_cache   one in full: what it saves and costs, conflicts, options
 """,
     ),
@@ -294,7 +295,7 @@ def build() -> tuple[Parser, dict[str, Parser]]:
             verb.takes, verb.epilog = WITHOUT_OPTIONS[name]
         verb.usage = " ".join(filter(None, (prog, verb.takes, "[options]")))
         if verb.takes in OF_RECIPES or name in ("ls", "report"):
-            about = "a folder of your own with groups and recipes; may be repeated"
+            about = "your own folder with groups and recipes; may be repeated"
             keywords: Any = {"action": "append", "default": [], "metavar": "DIR", "help": about}
             verb.add_argument("--config-dir", "-cd", **keywords)
     return top, parsers
@@ -310,10 +311,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; options and other words of a verb may come in any order.
 
     Returns:
-        The options, `verb`, and `arguments` (the words after it). Verbs of recipes also have `recipe`, the
-        word `given` for it, and `overrides`. Other verbs have `words`, and `word`, the first of them or an
-        empty string. The folder of a recipe that is named by its file comes first in `config_dir`. A run's
-        folder contains such a file; it is returned in `run`.
+        The options, `verb`, and `arguments` (the words after it). Verbs of recipes also have `recipe`,
+        `given` (the word typed for it) and `overrides`. Other verbs have `words`, and `word`: the first of
+        them, or an empty string. If a recipe is named by its file, the file's folder is the first entry of
+        `config_dir`. If it is named by a run's folder, `run` is that folder.
 
     Raises:
         UsageError: An option is unknown, the recipe or its file is missing, or there is a word too many.

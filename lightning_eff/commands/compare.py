@@ -1,4 +1,4 @@
-"""Measure a recipe's techniques: none, each alone, the recipe as it is, all that helped combined."""
+"""Measure a recipe's techniques: none, each alone, the unchanged recipe, all that helped combined."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from lightning_eff.launch.job import check_local
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
-"""Groups that a row sets itself; the user's settings of them apply only to the recipe as it is."""
+"""Groups that a row sets itself; the user's settings of them apply only to the recipe's own row."""
 IN_A_PROCESS = "a trial is a process of this machine"
 
 

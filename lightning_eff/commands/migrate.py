@@ -1,4 +1,4 @@
-"""Print the command that a config of another tool becomes, and which of its keys have no counterpart."""
+"""Convert another tool's config into a command, and list the keys without a counterpart."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield found["command"]
     yield from (f"  {note}" for note in found["notes"])
     if found["rejected"]:
-        yield f"\nThis command cannot run as it is: {found['rejected']}"
+        yield f"\nThis command cannot run unchanged: {found['rejected']}"
     if found["no_counterpart"]:
         rows = [
             [row["key"], str(row["value"])[:MAX_VALUE_CHARACTERS], row["reason"]]

@@ -170,7 +170,7 @@ def _plan(
             sys.stderr.write(" simulating techniques, for about a minute at most\n")
             advice = advise(recipe)
         if has_longest:
-            sys.stderr.write(" searching the longest sequence, by a few predictions\n")
+            sys.stderr.write(" searching for the longest sequence, with a few predictions\n")
             longest = longest_sequence(recipe)
     return Plan(expected, advice, longest)
 

@@ -221,7 +221,7 @@ class Job:
             return error
         from lightning_eff.planner.out_of_memory import explain_out_of_memory
 
-        sys.stderr.write(" out of memory: searching an override that fits, for a minute or two\n")
+        sys.stderr.write(" out of memory: searching for an override that fits, for a minute or two\n")
         reason = root_cause_line(error)
         explained = explain_out_of_memory(
             error,

@@ -114,11 +114,11 @@ def _base(recipe: AdvisedRecipe, until: float) -> Change:
     needed = recipe.forecast(()).num_bytes
     if needed is None or needed <= free_bytes:
         return UNCHANGED
-    sys.stderr.write(" the recipe does not fit: searching what makes it fit\n")
+    sys.stderr.write(" the recipe does not fit: searching for changes that make it fit\n")
     found = advise(recipe, budget_s=until - time.monotonic(), shows_alone=False)
     if not found.overrides:
-        text = f"no combination fits in {human_bytes(free_bytes)} of {recipe.memory.name}: unchanged, a step "
-        text += f"needs {human_bytes(needed)}"
+        text = f"no combination fits in {human_bytes(free_bytes)} of {recipe.memory.name}: a step of the "
+        text += f"unchanged recipe needs {human_bytes(needed)}"
         raise RunOutOfMemoryError(text)
     return found.overrides
 
@@ -280,7 +280,7 @@ def _report(options: argparse.Namespace, search: Search, best: Change) -> int:
     if time.monotonic() >= search.rounds.until:
         lines.append(" time ran out; the same command continues, longer with --minutes")
     if not best:
-        lines.append(" nothing was found to be faster; the recipe as it is:")
+        lines.append(" no faster combination was found; the unchanged recipe:")
     words = ["lightning-eff", "train", *words_of(options.given, options.config_dir), *options.overrides]
     lines.append(shlex.join([*words, *change]))
     sys.stdout.writelines(f"{line}\n" for line in lines)

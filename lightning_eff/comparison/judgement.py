@@ -57,6 +57,7 @@ def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
 
 def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
     """Return why a row is excluded from the verdict; empty if it is not."""
+    # Techniques that only one of the two rows has.
     changed = row.techniques.keys() ^ baseline.techniques.keys()
     is_same = _has_same_loss(row, baseline)
     settings = [(_other_settings(each), each.precision) for each in (row, baseline)]
@@ -110,6 +111,7 @@ def noise(rows: Sequence[ComparisonRow]) -> float | None:
     # Single rounds are skipped: the best of several rounds is faster, which `tune`'s dropped rows lack.
     repeated = [row for row in rows if row.excluded == NO_EFFECT and row.num_rounds > 1]
     without_effect = [row.speed_ratio for row in repeated if row.speed_ratio]
+    # Twice the usual spread of rounds, or the largest difference of rows that should equal the baseline.
     return max([2 * statistics.median(spreads), *(max(each, 1 / each) - 1 for each in without_effect)])
 
 
@@ -138,6 +140,7 @@ def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
         is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
         is_better = row.technique in fast or (row.peak_ratio or 1.0) < SMALLER
         if can_win(row) and not row.idle and is_same and is_better:
+            # The product of both gains: less memory, and less time.
             helped[row.technique] = (row.peak_ratio or 1.0) / (row.speed_ratio or 1.0)
     return sorted(helped, key=helped.__getitem__)
 

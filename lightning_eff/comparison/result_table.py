@@ -50,7 +50,7 @@ class ComparisonRow:
         first_batch_s: Longest batch before timing started, including compilation.
         num_rounds: Number of processes that measured it.
         techniques: Techniques of the run, by name, and whether each promises the loss of the plain run.
-        idle: Callbacks and strategies without effect here that were not without effect in the baseline.
+        idle: Callbacks and strategies that had no effect, except those that had none in the baseline either.
         precision: Precision of the Trainer.
         draws_random_numbers: Whether training draws random numbers.
         excluded: Why it is excluded from the verdict: `no effect`, `changes the loss` or `diverges`.
@@ -96,8 +96,10 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         MEASURED,
         f"{len(failed)} of {len(results)} rounds failed: {failed[0]}" if failed else "",
         overrides,
+        # The fastest round: other processes only ever slow a round down.
         samples_per_s=max(rates, default=None),
         samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
+        # The largest peak, since a run needs this memory in its worst round.
         peak_bytes=max(figures("peak_bytes"), default=None),
         losses=losses,
         loss=last_quarter([loss for _, loss in losses]),
@@ -154,7 +156,7 @@ def comparison_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]
     caption += "further left is smaller"
     axes = ("peak memory, times the baseline's", "speed, times the baseline's")
     notes = f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}; "
-    notes += "each trial in a process of its own, with the same seed and global batch. Speed is that of the "
+    notes += "each trial in its own process, with the same seed and global batch. Speed is that of the "
     notes += (
         "fastest round; in brackets, how much slower the slowest was. Peak memory is the allocator's on a "
     )

@@ -85,6 +85,7 @@ class TrialRounds:
             trials = keep(trials)
             if number == min(2, num_rounds):
                 combined = combine()
+                # The combined trials missed these rounds: run them as often as the others.
                 for _ in range(number):
                     self.run_round(combined)
                 trials = keep([*trials, *combined])
@@ -95,6 +96,7 @@ class TrialRounds:
         self._num_rounds += 1
         for trial in reversed(trials) if self._num_rounds % 2 == 0 else trials:
             before = self.results.setdefault(trial.name, [])
+            # A trial that failed once would most likely fail again.
             if any(result.status != MEASURED for result in before):
                 continue
             number = len(before) + 1
@@ -119,6 +121,7 @@ class TrialRounds:
         if file is not None and (result.status == MEASURED or trial.name != BASELINE):
             report = {key: result.report[key] for key in KEPT if key in result.report}
             file.parent.mkdir(parents=True, exist_ok=True)
+            # The file appears complete or not at all: a sweep may be stopped at any time.
             written = file.with_suffix(".part")
             written.write_text(json.dumps(asdict(replace(result, report=report))), encoding="utf-8")
             written.replace(file)

@@ -113,7 +113,7 @@ def result_of(code: int, folder: Path, limit_s: float) -> TrialResult:
         if code == EXIT_OUT_OF_MEMORY:
             reason = f"out of memory: {reason}"
         elif code == -signal.SIGKILL:
-            reason = "killed from outside, as by a system that runs out of memory"
+            reason = "killed by another process, for example by the system when memory runs out"
         elif code < 0:
             reason = f"killed by signal {-code}: {reason}"
         is_rejected = code in (EXIT_REJECTED, EXIT_ENVIRONMENT, EXIT_CONFIG)
@@ -121,13 +121,13 @@ def result_of(code: int, folder: Path, limit_s: float) -> TrialResult:
     try:
         report: dict[str, Any] = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return TrialResult(FAILED, "ended without a report of its speed: no monitors/efficiency_report")
+        return TrialResult(FAILED, "ended without a speed report: no monitors/efficiency_report")
     if report.get("measured", {}).get("num_batches"):
         return TrialResult(MEASURED, report=report)
     steps, training_s = report.get("num_steps", 0), limit_s * TRAINING_FRACTION
     made = f"{steps} step{'s' * (steps != 1)}"
     first_s = report.get("measured", {}).get("first_batch_s") or 0.0
     if report.get("fit_s", limit_s) - first_s < min(training_s, limit_s * END_FRACTION - first_s) - 1.0:
-        return TrialResult(FAILED, f"too few batches to be timed: training ended by itself after {made}")
+        return TrialResult(FAILED, f"too few batches to time: training ended by itself after {made}")
     limit = f"{training_s:.0f} s, a third of --limit-s {limit_s:g}, and the first batch; raise --limit-s"
-    return TrialResult(FAILED, f"too slow to be timed: {made} in {limit}")
+    return TrialResult(FAILED, f"too slow to time: {made} in {limit}")

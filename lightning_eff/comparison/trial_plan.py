@@ -1,6 +1,6 @@
 """Plan the trials to compare, each as the overrides that turn the recipe into it.
 
-`compare` plans the recipe without techniques, with each one alone, the recipe as it is, and everything that
+`compare` plans the recipe without techniques, with each technique alone, unchanged, and with everything that
 helped combined. `tune` plans one change of the recipe at a time. The techniques define how they are tried
 (core/technique.py, `Try`). All trials share the recipe's model, data, seed and global batch; `train`'s own
 rules reject trials that cannot run.
@@ -38,6 +38,7 @@ def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
         choice = f"{group}={option}"
+        # On one device a strategy changes nothing.
         is_technique = entry.kind == "technique" or (group == "strategy" and num_ranks(values["trainer"]) > 1)
         if entry.name in left_out:
             continue
@@ -60,6 +61,7 @@ def bare_trial(values: Mapping[str, Any], override: str = "", way: Try | None = 
         own.append(f"data.batch_size={on_device}")
         # A quarter of the batch, a third, or a half: the first that divides it.
         part = on_device // next((n for n in (4, 3, 2) if on_device % n == 0), 1)
+        # Every trial has the baseline's global batch, since losses of other batches cannot be compared.
         own += [] if way is None else way.filled(part=part, global_batch=size)
     return merge_overrides(BARE, own)
 
@@ -85,6 +87,7 @@ def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change
             continue
         is_on = way.option in on
         if is_on and way.option not in way.needs:
+            # A technique that is on may cost more than it gains here: try without it.
             found[f"~{way.option.replace('/', '.')}",] = None
         for parts in (1, *PARTS) if is_on else PARTS:
             if size and on_device % parts:
@@ -131,6 +134,7 @@ def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]]
     best = next(iter(helped), [])
     for trial in helped[1:]:
         chosen = _choices(best)
+        # Two trials that choose different options of one group exclude each other.
         has_conflict = any(chosen.get(group, option) != option for group, option in _choices(trial).items())
         candidate = merge_overrides(best, [line for line in trial if line not in BARE])
         if not has_conflict and is_allowed(candidate):
@@ -156,6 +160,7 @@ def merge_overrides(overrides: Sequence[str], later: Sequence[str]) -> list[str]
         key, _, value = line.partition("=")
         key = key.lstrip("+~")
         if key == "callbacks" and key in merged:
+            # `callbacks=[a]` and `callbacks=[b]` become `callbacks=[a,b]`.
             names = f"{merged[key].partition('=')[2].strip('[]')},{value.strip('[]')}".split(",")
             merged[key] = f"callbacks=[{','.join(filter(None, dict.fromkeys(names)))}]"
         else:

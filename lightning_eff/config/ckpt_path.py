@@ -89,7 +89,7 @@ def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
 
 
 def portable_settings(values: Mapping[str, Any]) -> Any:
-    """Return settings that are equal for two runs of one command, wherever their folders are mounted."""
+    """Return the settings that two runs of one command share, wherever their folders are mounted."""
     folders = [str(values.get(key)) for key in ("run_dir", "output_root")]  # the first is inside the second
 
     def portable(value: Any) -> Any:

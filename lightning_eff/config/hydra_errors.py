@@ -33,7 +33,7 @@ PLUGINS = {
 def missing_file(
     error: MissingConfigException, recipes: Sequence[str], documents: Mapping[str, YamlDocument]
 ) -> UsageError | EnvironmentLacksError:
-    """Return the error for a missing option, or a recipe behind one, with the nearest name.
+    """Return the error for a missing option or base recipe, with the nearest name.
 
     `documents` are the files that were read, by recipe or option; one of them, or an override, lists it.
     """
@@ -101,7 +101,7 @@ def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) 
 
 
 def _meant_by(item: Override, text: str) -> Sequence[str]:
-    """Return what an override of the table means, if the error is about it or no recipe has its key."""
+    """Return the equivalents of an override in the table, if the error is about it or its key is unknown."""
     key = str(item.key_or_group)
     is_unknown = key not in TOP_LEVEL and "/" not in key and "." not in key
     begins = [

@@ -46,7 +46,7 @@ def _quoted(line: str) -> str:
         OverridesParser.create().parse_overrides([quoted])
     except (OverrideParseException, RecursionError, ValueError):
         return ""
-    return f"\n  try: {shlex.quote(quoted)}  # quotes of Hydra within those of the shell"
+    return f"\n  try: {shlex.quote(quoted)}  # Hydra's quotes inside the shell's"
 
 
 def allow_new_keys(

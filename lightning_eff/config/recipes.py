@@ -176,7 +176,7 @@ class RecipeLoader(ConfigLoaderImpl):
         main = path.folder_of(recipe)
         name = f"{recipe.removesuffix('.yaml')}.yaml"
         if not (main / name).exists():
-            hint = " (--config-dir DIR adds a folder of your own)" if not path.folders else ""
+            hint = " (--config-dir DIR adds your own folder)" if not path.folders else ""
             close = suggest_name(recipe, path.names())
             raise UsageError(f"recipe {recipe!r} does not exist: {close}{hint}")
         register()

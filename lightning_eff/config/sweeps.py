@@ -24,7 +24,7 @@ METRIC, MONITOR = "optimized_metric", "efficiency_report"
 
 
 def lines_of(cfg: DictConfig) -> list[str]:
-    """Return a sweep's overrides in the order of its sweeper: those of its own parameters come first."""
+    """Return a sweep's overrides in its sweeper's order: overrides of the sweeper's own parameters first."""
     params: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
     own = params.get("params") or {} if isinstance(params, Mapping) else {}
     return [*(f"{key}={value}" for key, value in own.items()), *cfg.hydra.overrides.task]

@@ -118,7 +118,7 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(value, dict):
         raise ConfigError(group, value, allowed="an option of this group; lightning-eff ls lists them")
     if group == "launch" and "_target_" not in value:
-        raise ConfigError(group, value, allowed="an option beside it", remedies=["launch=ray"])
+        raise ConfigError(group, value, allowed="an option as well as its settings", remedies=["launch=ray"])
     if group not in MULTI_CHOICE_GROUPS:
         yield group, value
         return
@@ -321,7 +321,7 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
     """Reject folders outside `root`, and names that lead out of their folder."""
     check_path("output_root", root)
     if values.get("task_name") == "":
-        raise ConfigError(key="task_name", value="", allowed="a name: it is that of a folder")
+        raise ConfigError(key="task_name", value="", allowed="a name, which becomes a folder's name")
     for path, key, value in walk_leaves(values):
         if not isinstance(value, str):
             continue

@@ -105,6 +105,7 @@ def accepts(hint: Any, value: Any) -> bool:
     base: Any = args[0] if origin is Annotated else hint
     if base in (int, float):
         kind: Any = numbers.Integral if base is int else numbers.Real
+        # A bool is a number in Python, but not a sensible setting.
         value = base(value) if isinstance(value, kind) and not isinstance(value, bool) else None
     try:
         with warnings.catch_warnings():  # about a library's own annotations

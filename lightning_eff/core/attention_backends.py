@@ -126,6 +126,7 @@ def _is_size_rejected_by_cudnn(call: AttentionCall, _: int) -> bool:
 
 def _is_alignment_rejected(call: AttentionCall, capability: int) -> bool:
     """Return whether a head does not end at a multiple of 16 bytes, which CUTLASS requires."""
+    # Elements in 16 bytes: 8 of 2 bytes, 4 of 4 bytes; older GPUs load float32 one by one.
     alignment = 8 if call.dtype in HALF else 4 if capability >= 80 else 1
     return any(size % alignment for size in (call.query[3], call.value[3]))
 
@@ -145,7 +146,7 @@ RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
     "strided last axis": lambda c, _: c.is_strided,
     "dropout": lambda c, _: c.dropout > 0,
     "dropout of one query": lambda c, _: c.dropout > 0 and c.query[2] == 1,
-    "dropout is no multiple of 1/16": lambda c, _: c.dropout * 16 % 1 != 0,
+    "dropout not a multiple of 1/16": lambda c, _: c.dropout * 16 % 1 != 0,
     "not half precision": lambda c, _: c.dtype not in HALF,
     "dtype": _is_dtype_rejected,
     "shape of the mask": _is_mask_shape_rejected,
@@ -180,7 +181,7 @@ _CPU = {
 }
 _CUDA = {
     "cudnn": (
-        "not half precision", "shape of the mask", "mask requires grad", "dropout is no multiple of 1/16",
+        "not half precision", "shape of the mask", "mask requires grad", "dropout not a multiple of 1/16",
         "dropout of one query", "one key", "head size of cuDNN", *_SHAPES,
     ),
     "flash": (
@@ -208,7 +209,7 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
         >>> choose(call, 0)
         Choice(backend='math', rejected={'flash': 'dropout'})
         >>> choose(call, 90)
-        Choice(backend='flash', rejected={'cudnn': 'dropout is no multiple of 1/16'})
+        Choice(backend='flash', rejected={'cudnn': 'dropout not a multiple of 1/16'})
     """
     query, key, value = (((1,) * 4 + shape)[-4:] for shape in (call.query, call.key, call.value))
     in_4d = replace(call, query=query, key=key, value=value)

@@ -103,8 +103,8 @@ class CallState:
         """Record a value; return it, or the object to use for it when it is reinstated."""
         kind = _kind(type(value))
         if kind == "tensor":
-            # Detached: a value that a module keeps from one step would hold the previous step's graph, and so
-            # on.
+            # Detach: a value that a module keeps across steps would otherwise hold the graphs of all earlier
+            # steps.
             held = value if value.grad_fn is None else value.detach().requires_grad_()
             self._tensors[id(value)] = held, version(held), held.requires_grad
             return held

@@ -47,6 +47,7 @@ def began(run: Path) -> tuple[str, int]:
     """
     number = int(run.name) if run.name.isdecimal() else -1
     found = re.search(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(-\d+)?", run.parent.name if number >= 0 else run.name)
+    # A folder that the user named has no time in its name.
     time = found[0] if found else datetime.fromtimestamp(run.stat().st_mtime).strftime(RUN_TIME)
     return time, number
 
@@ -124,6 +125,7 @@ def techniques_with(attribute: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name in (entry.name for entry in options() if entry.kind == "technique"):
+        # The text decides, since importing all techniques takes seconds.
         text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
         if re.search(rf"^    (def )?{attribute}\b", text, re.MULTILINE):
             target: str = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]

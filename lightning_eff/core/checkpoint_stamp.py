@@ -4,8 +4,8 @@ The rest of a checkpoint does not depend on the techniques, so a run may resume 
 The stamp has its own key, which stock Lightning ignores. State of another optimizer is rejected before any of
 it is used: Lightning would assign whatever happens to fit.
 
-The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, a
-Trainer without them would warn about each.
+The states of this package's callbacks are stored there too. With the states of Lightning's callbacks, a
+Trainer without these callbacks would warn about each of them.
 
 If `max_steps` ends a run, Lightning 2.6 saves it as if its epoch were complete, wherever in the epoch it was.
 Resumed, it would skip the rest of that epoch and, with a stateful loader, the start of the next one. At the
@@ -125,7 +125,8 @@ def check_on_restore(trainer: pl.Trainer) -> None:
             check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
             load_states(checkpoint)
         except Exception:
-            save_nothing_on_exception(trainer)  # nothing was trained: it would be newer than the right one
+            # Nothing was trained, but a checkpoint saved now would be the newest one.
+            save_nothing_on_exception(trainer)
             raise
 
     strategy.load_optimizer_state_dict = check_and_load
@@ -163,6 +164,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
         if name and name != own:
             raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
         # Without a class name, the options identify the class; a newer release only adds options.
+        # A different number of groups is reported below, by their sizes.
         for group, options in zip(optimizer.param_groups, () if name else groups, strict=False):
             missing = [key for key in optimizer.defaults if key not in options]
             extra = [key for key in options if key not in group and key not in SCHEDULE_KEYS]
@@ -175,8 +177,8 @@ def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = Non
             for some in (groups, getattr(optimizer, "whole_groups", optimizer.param_groups))
         )
         if sizes != own_sizes:
-            text = f"groups of {_sum(sizes)} tensors, as in the checkpoint, and not {_sum(own_sizes)}"
-            raise _mismatch(own, f"{text} (norms and biases may be a group of their own)")
+            text = f"groups of {_sum(sizes)} tensors, as in the checkpoint, not {_sum(own_sizes)}"
+            raise _mismatch(own, f"{text} (norms and biases may be in a separate group)")
 
 
 def _mismatch(value: str, expected: str) -> ConfigError:
@@ -197,6 +199,7 @@ def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
     keys = ("ready", "started", "processed", "completed")
     if any(not isinstance(counts.get(key), int) for counts in (epoch, total, current) for key in keys):
         return
+    # Otherwise a batch was in progress, and is trained again on a resume.
     if current["processed"] == current["ready"]:
         current["started"] = current["ready"]
         if epoch["processed"] == epoch["started"]:
@@ -227,6 +230,7 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
         return
     for part in ("total", "current"):
         epoch, batch = nested_dict(epochs, part), nested_dict(batches, part)
+        # One epoch and one batch fewer, as after any other batch within an epoch.
         epoch["processed"] = epoch["completed"] = epoch["started"] - 1
         batch["completed"] = batch["processed"] - 1
     if "_batches_that_stepped" in inner:

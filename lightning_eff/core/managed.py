@@ -102,7 +102,7 @@ class Managed(pl.Callback):
 
 
 class Tiling(Managed):
-    """Base of a technique that computes parts of a model in tiles, from their stage of a fit to its end.
+    """Base of a technique that computes parts of a model in tiles, from the tiling stage to the end of a fit.
 
     A subclass defines `tile` and `outcome`, and calls this class's `setup` and `on_train_end` where it
     overrides them.

@@ -156,6 +156,7 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
             changes=plugin_changes(trainer.precision_plugin),
         )
         module.configure_model = patch.configure_model
+    # A technique may queue its change again, for example in a second `fit`.
     if (stage, change) not in patch.changes:
         patch.changes.append((stage, change))
 
@@ -195,6 +196,7 @@ def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> lis
     """
     listed = list(changes)
     counts = [0] * len(listed)
+    # `sorted` is stable: changes of one stage keep their order.
     for index in sorted(range(len(listed)), key=lambda i: listed[i][0]):
         counts[index] = listed[index][1](model)
     return counts

@@ -47,7 +47,9 @@ def numpy_state() -> NumpyState | dict[str, Any]:
         return dict(cast(Any, np.random).get_state(legacy=False))
     state = _numpy_state_of(ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES))
     _, _, has_gauss, _ = state
-    if has_gauss:  # taking the cached deviate does not change the memory; caching one draws two numbers
+    if has_gauss:
+        # `normal` draws two deviates and keeps the second. Using that one does not change the words, so the
+        # next state may have the same cache key.
         _numpy_state_of.cache_clear()
     return state
 
@@ -118,7 +120,7 @@ def differing(states: RandomStates, others: RandomStates) -> RandomStates:
 
 
 def has_global(states: RandomStates) -> bool:
-    """Return whether any of these states is global, so that more than a loader's own sampler uses it."""
+    """Return whether any of these states is global, that is, used by more than a loader's own sampler."""
     return any("." not in name for name in states)
 
 

@@ -124,7 +124,7 @@ _NO_PAGES = Rule(
 )
 _OTHER_RATE = Rule(
     name="callbacks/optimizer_choice",
-    reason="it tries rates with callbacks off, and sets one on the module that this optimizer ignores",
+    reason="it tries rates with callbacks off, and sets the result on the module, where it is ignored",
     remedies=("remove it",),
 )
 _NO_SWITCH = Rule(
@@ -160,7 +160,7 @@ A key is a package and a class, and applies to subclasses too; or it is a name t
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """A rule that applies, and who states it; `found` is what it excludes, empty for an unmet need."""
+    """A rule that applies, and the technique that states it; `found` is what it excludes, if anything."""
 
     technique: str
     rule: Rule
@@ -321,6 +321,7 @@ def raise_rejected(findings: Iterable[RuleFinding]) -> None:
         lacks = all(finding.rule.name.startswith("machine/") for finding in rejected)
         error = EnvironmentLacksError if lacks else ConflictError
         # All remedies of a single finding; of several findings the first remedy each, so that each is shown.
+        # Two lines of each: the finding itself and one remedy.
         shown = None if len(rejected) == 1 else 2
         raise error("\n".join(line for each in rejected for line in str(each).splitlines()[:shown]))
 

@@ -54,15 +54,18 @@ class Pieces:
         self.packing: Packing = packing
         ends = documents.ends.numpy()
         lengths = np.diff(ends, prepend=0)
+        # In a stream of documents nothing is cut here: every document is one piece.
         step = max(1, int(lengths.max())) if packing == "across" else context_length
         # Keep only the first piece of a conversation: later pieces would lack the questions.
         counts = np.where(documents.is_chat.numpy() | (packing is not True), 1, -(-lengths // step))
+        # Arrays with one entry per piece: its document, and its range in that document.
         document = np.repeat(np.arange(len(lengths)), counts)
         start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * step
         stop = np.minimum(start + step, lengths[document])
         # The first token of a piece has no token before it.
         first_target = documents.first_target.numpy()[document]
         has_target = np.where(start > 0, stop - start > 1, first_target < stop)
+        # From positions in the document to positions in `tokens`.
         begin = (ends - lengths)[document]
         self.pieces: Integers = np.stack([document, begin + start, begin + stop], axis=1)[has_target]
         """[P, 3]: document of each piece, and its range of `documents.tokens`."""
@@ -79,6 +82,7 @@ class Pieces:
             # Cut the stream where a document or a row ends.
             ends = np.cumsum(lengths)
             row_starts = np.arange(0, ends[-1], self.context_length)
+            # Edges are positions in the stream; each range between two edges lies in one piece and one row.
             edges = np.union1d(row_starts, ends)
             piece = np.searchsorted(ends, edges[:-1], side="right")
             offset = (ranges[:, 1] - ends)[piece]
@@ -97,6 +101,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     def __init__(self, source: Pieces, ranges: Integers, firsts: Integers, pad_id: int) -> None:
         self.source = source
         self.ranges = ranges
+        # Row i has the ranges from bounds[i] to bounds[i + 1].
         self.bounds = np.append(firsts, len(ranges))
         self.pad_id = pad_id
         tokens = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))
@@ -156,6 +161,7 @@ def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     bins_by_room: dict[int, list[int]] = {}  # bins by number of free tokens
     rooms: list[int] = []  # the keys of bins_by_room, sorted
+    # Equal lengths keep their order, so that all ranks build the same rows.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         position = bisect.bisect_left(rooms, lengths[index])
         if position == len(rooms):

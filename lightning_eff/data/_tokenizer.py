@@ -81,7 +81,7 @@ class TrainingTokenizer:
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        # Encode a special token's name in a text as text, not as that token.
+        # If a text contains the name of a special token, encode it as ordinary text.
         self.tokenizer.encode_special_tokens = True
 
     def digest(self) -> str:

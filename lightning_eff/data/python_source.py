@@ -75,7 +75,7 @@ class PythonSource(pl.LightningDataModule):
             if not is_valid:
                 raise ValueError(f"{key}={value} must {allowed}")
         if source_dir is not None and not Path(source_dir).is_dir():
-            raise FileNotFoundError(f"source_dir={source_dir!r} is no folder")
+            raise FileNotFoundError(f"source_dir={source_dir!r} is not a folder")
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.batch_size = batch_size
@@ -96,12 +96,13 @@ class PythonSource(pl.LightningDataModule):
         file = self._cache_file(texts)
         if is_undamaged(file):
             return
+        # Every n-th text by name, so that the split does not depend on random numbers.
         every = round(1 / self.val_fraction)
         splits = {"train": [t for i, t in enumerate(texts.values()) if i % every]}
         splits["val"] = list(texts.values())[::every]
         log.info("tokenizing %d texts with %d tokens, cached in %s", len(texts), self.vocab_size, file)
         tokenizer = self._make_tokenizer(splits["train"])
-        tokenizer.encode_special_tokens = True  # encode the separator's name in a text as text
+        tokenizer.encode_special_tokens = True  # a text may contain the separator's name: encode it as text
         separator = tokenizer.token_to_id("<|file|>")
         cached: dict[str, Any] = {"tokenizer": tokenizer.to_str()}
         for split, chosen in splits.items():
@@ -191,6 +192,7 @@ class PythonSource(pl.LightningDataModule):
             shuffle=shuffle,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+            # All training batches have the same size, unless the first one is already smaller.
             drop_last=shuffle and len(windows) >= self.batch_size,
         )
 

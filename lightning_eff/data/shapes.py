@@ -41,6 +41,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < self.num_images:
             raise IndexError(index)
+        # An image depends on its index only, not on the order or the worker that draws it.
         generator = torch.Generator().manual_seed(self.first + index)
         image = -1.5 * torch.rand(3, 1, 1, generator=generator).repeat(1, self.size, self.size)
         mask = torch.zeros(self.size, self.size, dtype=torch.int64)
@@ -51,6 +52,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
                 self.size * each for each in (y, x, MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * relative)
             )
             kind = int(torch.randint(len(DISTANCES), (), generator=generator))
+            # Only the pixels around the shape are computed.
             rows, columns = (slice(max(0, int(at - radius)), int(at + radius) + 1) for at in (y, x))
             dy, dx = (pixels[rows, None] - y).abs(), (pixels[columns] - x).abs()
             is_inside = DISTANCES[kind](*torch.broadcast_tensors(dy, dx)) <= radius

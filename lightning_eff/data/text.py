@@ -158,6 +158,7 @@ class Text(pl.LightningDataModule):
 
     def _tokenized(self, check: Callable[[Path], bool] = Path.is_file) -> Documents:
         opened = open_sources(self.sources, self.field, Path(self.cache_dir))
+        # The file's name holds everything that its content depends on, so a change of data makes a new file.
         prints = " ".join(rows._fingerprint for _, rows in opened)  # noqa: SLF001 - datasets has no public one
         facts = f"{FORMAT} {self.field} {self.training_tokenizer.digest()} {prints}"
         file = Path(self.cache_dir) / f"text-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
@@ -182,6 +183,7 @@ class Text(pl.LightningDataModule):
                 f"val_fraction={self.val_fraction} of 1 document leaves none to train on\n"
                 "  try: data.val_fraction=0, or one file a document"
             )
+        # A fixed seed: runs with other seeds are compared on the same validation documents.
         order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0)).numpy()
         is_val = np.isin(pieces.pieces[:, 0], kept[order[:num_val]])
         pad_id = self.training_tokenizer.pad_id
@@ -231,6 +233,7 @@ class Text(pl.LightningDataModule):
 
     def _loader(self, rows: Rows, **order: Any) -> DataLoader[dict[str, Tensor]]:
         pad = functools.partial(collate_padded, pad_id=self.training_tokenizer.pad_id)
+        # Packed rows are full already; others are padded to the longest row of their batch.
         collate = None if self.packing in (True, "across") else pad
         # As keywords: Lightning changes `shuffle` or `sampler` when it creates the loader of one rank.
         return DataLoader(rows, batch_size=self.batch_size, collate_fn=collate, **order)
@@ -252,6 +255,7 @@ def find_sources(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
         FileNotFoundError: paths='nowhere.txt' matches no file, folder or pattern
     """
     sources: list[tuple[str, list[str]]] = []
+    # A file that several paths name, or link to, is read once.
     seen: set[Path] = set()
     for text in dict.fromkeys(paths):
         path = Path(text).expanduser()
@@ -313,7 +317,7 @@ def open_sources(
             raise DataError(f"data.paths={name!r} cannot be read: {reason}") from error
         columns: list[str] = rows.column_names
         if field not in columns and not (field == "messages" and _is_conversation(columns)):
-            msg = f"data.field={field!r} is no column of {name}; there are: {', '.join(columns)}"
+            msg = f"data.field={field!r} is not a column of {name}; there are: {', '.join(columns)}"
             remedies = ["data=chat"] if _is_conversation(columns) else []
             remedies += [f"data.field={column}" for column in columns]
             raise DataError("\n".join([msg, *(f"  try: {remedy}" for remedy in remedies[:3])]))
@@ -422,6 +426,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     is_chat: list[bool] = []
+    # In chunks: one call of a fast tokenizer uses all cores, and only one chunk is held as text.
     for chunk in iter(lambda: list(itertools.islice(documents, CHUNK)), []):
         of_texts = iter(tokenizer.encode_texts([text for text, _ in chunk if isinstance(text, str)]))
         for content, location in chunk:
@@ -437,7 +442,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
             masks.append(np.asarray(is_target, dtype=bool))
             is_chat.append(not isinstance(content, str))
     if not tokens:
-        raise DataError("data.paths: there is no document")
+        raise DataError("data.paths: no document found")
     # Assume a target after the end of each document, so that argmax always finds one.
     first_target = [1 + int(np.append(mask[1:], True).argmax()) for mask in masks]
     arrays = {

@@ -1,7 +1,7 @@
 """The tiled GEMM and the layer that uses it: tensors only, without Lightning or Hydra.
 
-`dispatch.find` and `dispatch.choose` decide who computes a GEMM, and with which tile. The call order from a
-layer's forward pass to the product of two tiles:
+`dispatch.find` and `dispatch.choose` decide which backend computes a GEMM, and with which tile. The call
+order from a layer's forward pass to the product of two tiles:
 
     linear.py         the layer: its three GEMMs
     matmul.py         gemm, the public function; the torch operator

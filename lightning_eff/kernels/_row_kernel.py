@@ -75,8 +75,10 @@ def compute(
         sums: What to sum: `classes` for s / V * w_c * l_c, `entropy`, or an empty string for nothing.
     """
     num_rows, width = logits.shape
+    # The 16-bit view has 2 * pitch columns; its first V lie in the front half of each row.
     gradient = logits if dtype == logits.dtype else logits.view(dtype)[:, :width]
     columns = [None if each is None else each.contiguous() for each in factors]
+    # Triton's ranges have powers of two as lengths: the smallest one that covers V.
     block = min(MAX_BLOCK, 1 << (width - 1).bit_length())
     if not is_fake(logits):
         with torch.cuda.device_of(logits):  # Triton launches on the current device

@@ -95,6 +95,7 @@ class Projection:
         is_gpu = devices.gpu_of(x) is not None
         wide = is_gpu and x.dtype.itemsize == 2  # CUDA can keep its float32 accumulator
         options: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
+        # One buffer [tile_rows, V] for all tiles; the last tile uses fewer rows of it.
         step, width = max(1, min(self.tile_rows, num_rows)), len(weight)
         # For the GPU kernel, rows start at multiples of PITCH elements; it masks the columns beyond V.
         pitch = -(-width // PITCH) * PITCH if is_gpu else width
@@ -121,6 +122,7 @@ class Projection:
         For fake tensors, only the first part is yielded: the other parts need the same memory again.
         """
         num_rows, width = logits.shape
+        # 4 bytes per float32 logit.
         fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
         step = num_rows if devices.gpu_of(logits) is not None else fitting
         # `split` makes all views of a tensor in one call, since there are many.
@@ -129,11 +131,13 @@ class Projection:
 
     def columns(self, at: Rows, columns: Tensor) -> Tensor:
         """Return one logit per row in float32 [r]: the row's entry in `columns`."""
+        # The target's logit: x_i . W_t + bias_t, a dot product per row instead of a product [r, V].
         exact = torch.zeros(len(columns), device=columns.device)
         for x, weight in self.pairs:
             rows = x[at]
             for start in range(0, len(columns), CONVERTED_ROWS):
                 some = slice(start, start + CONVERTED_ROWS)
+                # Converting all rows at once would need float32 copies [r, D] of rows and weight.
                 exact[some] += (rows[some].float() * weight[columns[some]].float()).sum(-1)
                 if is_fake(x):  # the other parts need the same memory again, as in `parts`
                     break
@@ -178,6 +182,7 @@ class RowLoss:
         """Turn the gradient of scaled logits into the gradient of logits, in place; overwrite `scaled`."""
         if self.softcap is not None:
             tanh = scaled.mul_(self.temperature / self.softcap)
+            # In place: grad - (grad * tanh) * tanh = grad * (1 - tanh^2).
             grad.addcmul_(grad * tanh, tanh, value=-1.0)  # d tanh(u) / du = 1 - tanh(u)^2
         return grad if self.temperature == 1.0 else grad.div_(self.temperature)
 
@@ -254,6 +259,7 @@ class CrossEntropy(RowLoss):
         """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, the entropy's."""
         if grads is None:
             return [None] * 5
+        # Columns of `grads`: gradients of the loss, and of the entropy.
         s, grad = self.label_smoothing, grads[:, :1]
         of_p = grad * (weight * (1.0 - s) + of_classes)
         of_lse = grad * weight * (2.0 * self.z_loss) if self.z_loss else None
@@ -274,6 +280,8 @@ class CrossEntropy(RowLoss):
             # If the correction exceeds a nat (logits around 1e3), the other logits have errors as large: keep
             # both rounded.
             exact = torch.where((exact - rounded).abs() <= 1.0, exact, rounded)
+            # lse changes with the corrected target: log(1 + p_t * (exp(exact - rounded) - 1)), where p_t =
+            # exp(rounded - lse).
             above += torch.log1p((rounded - top - above).exp() * torch.expm1(exact - rounded))
         lse = top + above
         values = (top - exact + above) * weight * (1.0 - self.label_smoothing)
@@ -300,6 +308,7 @@ class Divergence(RowLoss):
         self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         x, weight = self.teacher
+        # The teacher's logits [r, V], of the same rows.
         taught = x[at] @ weight.T
         values = logits.new_empty(len(logits), 1, dtype=wide_dtype(logits.dtype))
         gradient = None if grads is None else projection.gradient_of(logits)
@@ -318,9 +327,11 @@ class Divergence(RowLoss):
         """Return the divergence [r, 1] of rows, and the gradient [r, V] of the student's scaled logits."""
         s, t, beta = log_s.exp(), log_t.exp(), self.beta
         if beta == 0.0:
+            # The limit for beta 0: KL(t, s), whose gradient with respect to l_c is s_c - t_c.
             return (t * (log_t - log_s)).sum(-1, keepdim=True), s - t
         log_m = log_t
         if beta < 1.0:
+            # log(beta * t + (1 - beta) * s), without leaving the log domain.
             log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
         u = log_s - log_m
         of_student = (s * u).sum(-1, keepdim=True)
@@ -362,6 +373,7 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     if x.dtype.itemsize == 2:
         fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
     # As many tiles as needed, of about equal size; a multiple of 8 rows if that still fits.
+    # ceil(N / number of tiles), where the number of tiles is ceil(N / fitting).
     even = -(-len(x) // max(1, -(-len(x) // fitting)))
     return max(1, min(-(-even // 8) * 8, fitting))
 

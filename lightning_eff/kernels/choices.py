@@ -1,4 +1,4 @@
-"""Measured choices per GPU: who computes each shape, and how our kernels compare with torch's library.
+"""Measured choices per GPU: the backend for each shape, and how our kernels compare with torch's library.
 
 `dispatch.choices_of` returns them. They are kept in files of the user's cache folder. A file's key is the
 kind of GPU, the versions of torch and Triton, and a hash of the kernels' code; the file is valid for this key
@@ -31,7 +31,7 @@ SOURCES = ("gemm_kernels.py", "epilogue.py", "launch.py")
 
 
 class Choice(NamedTuple):
-    """Who computes a shape: `LIBRARY`, or a config by its name."""
+    """The backend of a shape: `LIBRARY`, or a config by its name."""
 
     by: str
     ratio: float  # speed of the fastest config over the library's; 0 if every config was wrong
@@ -51,6 +51,7 @@ class Choices:
 
     def __init__(self, device: torch.device) -> None:
         gpu: Any = torch.cuda.get_device_properties(device)
+        # A ratio measured with other kernels says nothing about these.
         kernels = hashlib.sha256(repr(CONFIGS).encode())
         for source in SOURCES:
             kernels.update(_code(Path(__file__).with_name(source)).encode())
@@ -62,6 +63,7 @@ class Choices:
         self.path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_eff", name)
         self.known: dict[str, Choice] = {}
         self.asked: dict[Shape, str] = {}  # shapes of this run, and why one was not measured
+        # The user's file is read last, so its measurements replace the shipped ones.
         for path in (SHIPPED / name, self.path):
             with suppress(OSError):
                 self.adopt(path.read_bytes())
@@ -105,7 +107,7 @@ class Choices:
                 Path(temporary).unlink(missing_ok=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per shape of this run: who computes it, and the ratio or why there is none."""
+        """Return one row per shape of this run: its backend, and the ratio or why there is none."""
         rows: list[dict[str, Any]] = []
         for shape, reason in self.asked.items():
             choice = self.known.get(str(shape))

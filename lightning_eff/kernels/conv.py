@@ -179,6 +179,7 @@ class _Run:
         self._grid, kind = grid, device.type
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         # Casts of weights are not cached: surrounding code would find the casts that have no gradient.
+        # The backward pass runs outside of the caller's autocast, so its state is kept here.
         self._autocast = lambda: torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
         draws = any(layer.draws for layer in grid.layers)
         self._redraw = _redraw(device) if draws else contextlib.nullcontext
@@ -203,6 +204,7 @@ class _Run:
             None if each is None else each.detach().requires_grad_(need)
             for each, need in zip(tensors[1:], needs[1:], strict=True)
         ]
+        # Each tile adds to its part of x's gradient; a weight's sum starts with the first tile's gradient.
         sums: list[Tensor | None] = [torch.zeros_like(x) if needs[0] else None, *([None] * len(leaves))]
         with self._redraw():
             for tile in self._grid.tiles():
@@ -241,6 +243,7 @@ class _Run:
         first = 0
         for layer, padding in zip(self._grid.layers, tile.padding, strict=True):
             end = first + len(layer.tensors)
+            # `tensors` lists all layers' weights in one row: each layer takes as many as it has.
             part, first = layer.compute(part, tensors[first:end], padding), end
         return part
 

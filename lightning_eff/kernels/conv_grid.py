@@ -72,6 +72,7 @@ class Grid:
             if layer.windows and len(layer.windows) != x.dim() - 2:
                 axes = len(layer.windows)
                 raise ValueError(f"x {list(x.shape)}: expected [samples, channels] and {axes} spatial axes")
+            # Each layer's output is the next one's input.
             lengths.append(tuple(layer.window(axis).size(n) for axis, n in enumerate(lengths[-1])))
             channels.append(layer.channels or channels[-1])
         if not all(size > 0 for sizes in lengths for size in sizes):
@@ -101,6 +102,7 @@ class Grid:
     def tiles(self) -> Iterator[Tile]:
         """Yield the tiles, always in the same order."""
         for samples in self.samples:
+            # One piece per axis; a piece lists its interval on every level, from the input to the output.
             for pieces in itertools.product(*self.axes):
                 source, target = (
                     (slice(*samples), slice(None), *(slice(*piece[level]) for piece in pieces))
@@ -122,11 +124,14 @@ class Grid:
 
     def kept_elements(self) -> int:
         """Return the number of elements between the layers that autograd would keep without tiles."""
+        # A level whose layer works in place has the memory of the level before it, which autograd keeps only
+        # once.
         kept, memory = set[int](), [0]  # level that owns each level's memory
         for level, layer in enumerate(self.layers):
             memory.append(memory[-1] if layer.is_in_place else level + 1)
             if layer.keeps:
                 kept.add(memory[level] if layer.keeps == "input" else memory[level + 1])
+        # The input and the output exist with and without tiles.
         return sum(self._elements(level) for level in kept - {0, memory[-1]})
 
     def tile_elements(self) -> int:
@@ -162,6 +167,7 @@ class Grid:
             depth, height = (min(end - first for first, end in _at(axis, level)) for axis in self.axes[:2])
             tile = self.channels[level] * depth * height
             image = self.channels[level] * math.prod(self.lengths[level][:2])
+            # The limit applies to one sample only: more samples always take the fast path.
             is_fast = self.num_samples > 1 or image > NATIVE_ELEMENTS
             if layer.windows and is_fast and tile <= NATIVE_ELEMENTS:
                 return True
@@ -198,6 +204,7 @@ def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | N
     budget_elements, is_cpu = budget_bytes / computed_itemsize(x), x.device.type == "cpu"
     chosen = grid = Grid.of(layers, x)
     while grid is not None and (excess := grid.tile_elements() / budget_elements) > 1:
+        # Greedy: the first finer grid within the limit. Cuts of samples come first: they have no halo.
         finer = (each for each in _finer(grid, excess) if each.halo() <= MAX_HALO)
         grid = next((each for each in finer if not (is_cpu and each.is_native())), None)
         chosen = grid or chosen
@@ -226,5 +233,6 @@ def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
 
 def _split(length: int, pieces: int) -> list[Interval]:
     """Split a length into intervals of equal length; the last may be shorter."""
+    # ceil(length / pieces); rounding up may leave fewer intervals than pieces.
     size = -(-length // pieces)
     return [(first, min(first + size, length)) for first in range(0, length, size)]

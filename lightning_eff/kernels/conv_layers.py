@@ -88,6 +88,7 @@ class Window:
             >>> Window(kernel=3, low=1, high=1).read((0, 4), 8)
             ((0, 5), (1, 0))
         """
+        # Output i reads the inputs from i * stride - low, over `span` pixels.
         first = wanted[0] * self.stride - self.low
         end = (wanted[1] - 1) * self.stride - self.low + self.span
         # Inputs outside of the image are padding.
@@ -212,11 +213,13 @@ def _convolution(module: Any) -> LocalLayer | str:
         _tuple(each, num_axes) for each in (module.kernel_size, module.stride, module.dilation)
     )
     if module.padding == "same":
+        # `same` adds span - 1 pixels in all; an odd one goes to the high end, as in torch.
         both = [step * (taps - 1) for taps, step in zip(kernel, dilation, strict=True)]
         low, high = [each // 2 for each in both], [each - each // 2 for each in both]
     else:
         low = high = _tuple(0 if module.padding == "valid" else module.padding, num_axes)
     windows = tuple(map(Window, kernel, stride, dilation, low, high))
+    # Such an output reads no input pixel, so no interval of the input belongs to it.
     if any(max(window.low, window.high) >= window.span for window in windows):
         return f"{type(module).__name__} has outputs of padding alone (padding={module.padding})"
 
@@ -243,6 +246,7 @@ def _pool(module: Any) -> LocalLayer | str:
         return f"{name} with count_include_pad=False divides by another number at the border"
     divisor = getattr(module, "divisor_override", None)
     options: Any = {"dilation": dilation} if is_max else {"divisor_override": divisor} if divisor else {}
+    # Padding must never be the maximum; in an average it counts as 0.
     value = -torch.inf if is_max else 0.0
 
     def compute(x: Tensor, _: Sequence[Any], padding: Sequence[Interval]) -> Tensor:
@@ -317,6 +321,7 @@ def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
         return refusal
     (channels,), eps = module.normalized_shape, module.eps
 
+    # Any values will do, as long as no two channels or pixels are alike.
     def wave(*shape: int) -> Tensor:  # without a pattern, and without drawing random numbers
         return torch.arange(torch.Size(shape).numel(), device="cpu").double().square().sin().view(shape)
 

@@ -138,30 +138,35 @@ def linear_cross_entropy(
     if backend == "torch":
         if label_smoothing or z_loss or softcap is not None or temperature != 1.0 or low_rank is not None:
             names = "label_smoothing, z_loss, softcap, temperature and low_rank"
-            allowed = f"tiled, for {names}, which torch's own does not have in tiles"
+            allowed = f"tiled, for {names}, which torch's tiled loss lacks"
             raise ConfigError(key="backend", value=backend, allowed=allowed)
         return _by_torch(
             rows.to(dtype), weight.to(dtype), target, bias, class_weight, reduction,
             ignore_index, tile_rows_of(rows, len(weight), tile_budget_mib),
         )  # fmt: skip
     wide = wide_dtype(dtype)
+    # Class weights get no gradient, as in torch.
     weights = None if class_weight is None else class_weight.detach().to(wide)
     loss = CrossEntropy(
         target=flat_target, label_smoothing=float(label_smoothing), z_loss=float(z_loss), softcap=softcap,
         temperature=float(temperature), class_weight=weights,
     )  # fmt: skip
+    # Ignored rows are never computed: `index` selects the others. Its size depends on values, which waits for
+    # a GPU.
     kept = flat_target != ignore_index
     index = None if bool(kept.all()) else kept.nonzero().squeeze(1)
     pairs = _pairs(rows, weight, low_rank, dtype)
     tile_rows = tile_rows_of(pairs[0], len(weight), tile_budget_mib)
     if reduction == "none":
         return _apply(Plan(loss, dtype, tile_rows, index), bias, *pairs).view(target.shape)
+    # loss = factor * sum of the rows' losses. The mean divides by the weights of the targets, w_t, not by N.
     factor = torch.ones((), dtype=wide, device=x.device)
     if reduction == "mean":
         targets = flat_target if index is None else flat_target[index]
         factor /= len(targets) if weights is None else weights[targets].sum()
     if _may_form_gradients(dtype):
         return _apply(Plan(loss, dtype, tile_rows, index, factor), bias, *pairs)
+    # Gradients in the backward pass, which then has the loss scale: one value per row, summed outside.
     return _apply(Plan(loss, dtype, tile_rows, index), bias, *pairs).sum() * factor
 
 
@@ -228,6 +233,7 @@ def token_logprobs(
     )
     pairs = _pairs(rows, weight, low_rank, dtype)
     plan = Plan(loss, dtype, tile_rows_of(pairs[0], len(weight), tile_budget_mib))
+    # Columns of the result [N, k]: the loss, and the entropy if requested. A loss is -log p.
     values = [value.view(target.shape) for value in _apply(plan, bias, *pairs).unbind(1)]
     return (-values[0], values[1]) if with_entropy else -values[0]
 
@@ -274,6 +280,7 @@ def linear_kl(
     own, taught = (
         f"{len(w)} classes and rows {[*h.shape[:-1]]}" for h, w in ((x, weight), (teacher_x, teacher_weight))
     )
+    # Only classes and rows must agree; the widths D of the two models may differ.
     if own != taught:
         raise ValueError(f"a teacher of {taught} and a student of {own}: expected as many")
     teacher = (teacher_rows.detach().to(teacher_dtype), teacher_weight.detach().to(teacher_dtype))
@@ -306,8 +313,10 @@ class Plan:
         self, bias: Tensor | None, pairs: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Projection, list[Tensor | None]]:
         """Return the projection in the dtype of its products, and the tensors that get gradients."""
+        # `pairs` alternates rows and weights: x, W, and with an adapter also u, B.
         receivers = [each if needed else None for each, needed in zip((bias, *pairs), needs, strict=True)]
         cast = [each.detach().to(self.dtype) for each in pairs]
+        # receivers = [bias, x, W, u, B]: every second one from index 2 is a weight.
         is_trained = any(each is not None for each in receivers[2::2])
         projection = Projection(
             list(zip(cast[::2], cast[1::2], strict=True)), None if bias is None else bias.detach(),
@@ -324,9 +333,11 @@ class LossInTiles(torch.autograd.Function):
         """Compute values and, with a factor, the gradients."""
         ctx.save_for_backward(bias, *pairs)
         ctx.plan = plan
+        # d(factor * sum_i v_i) / d v_i = factor, for every row [N, 1].
         grads = None if plan.factor is None else plan.factor.expand(len(pairs[0]), 1)
         needs = ctx.needs_input_grad[1:] if grads is not None else [False] * (1 + len(pairs))
         projection, receivers = plan.projection(bias, pairs, needs)
+        # The operands have their final dtypes. Autocast would cast float32 sums to 16 bits again.
         with torch.autocast(pairs[0].device.type, enabled=False):
             values, ctx.gradients = in_tiles(projection, plan.loss, grads, receivers)
         return values if plan.factor is None else values.sum() * plan.factor
@@ -346,6 +357,7 @@ class LossInTiles(torch.autograd.Function):
         plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
         if plan.factor is not None:
             if gradients is not None:
+                # In place: these gradients belong to this node alone, and are the largest tensors here.
                 return None, *[None if each is None else each.mul_(grad) for each in gradients]
             # The second backward pass of a retained graph.
             grad = (grad * plan.factor).expand(len(pairs[0]), 1)
@@ -367,6 +379,7 @@ def _may_form_gradients(dtype: torch.dtype) -> bool:
     """
     if dtype == torch.float16 or not torch.is_grad_enabled():
         return False
+    # Private in torch 2.10 to 2.13. A checkpoint sets hooks for saved tensors during its forward pass.
     autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     return autograd._top_saved_tensors_default_hooks(True) is None  # noqa: SLF001, FBT003
 
@@ -387,6 +400,7 @@ def _pairs(rows: Tensor, weight: Tensor, low_rank: LowRank | None, dtype: torch.
             f"low_rank {list(low.shape)} and {list(up.shape)}: expected rows [*batch, r], {len(rows)} "
             f"in all, and a weight [{len(weight)}, r]"
         )
+    # logits = x @ W.T + u @ B.T, with u [N, r] and B [V, r].
     return [*pairs, low.reshape(len(rows), -1).to(dtype), up]
 
 
@@ -397,7 +411,7 @@ def _by_torch(
     """Compute with `F.linear_cross_entropy`, with the options that were fastest."""
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if function is None:
-        allowed = f"tiled: torch {torch.__version__} has no linear_cross_entropy, which 2.13 brought"
+        allowed = f"tiled: torch {torch.__version__} has no linear_cross_entropy, which came with 2.13"
         raise ConfigError(key="backend", value="torch", allowed=allowed)
     options: Any = getattr(torch.nn, "LinearCrossEntropyOptions")(  # noqa: B009 - since torch 2.13
         batch_chunk_size=tile_rows, chunking_method=None, acc_policy="accurate", allow_retain_graph=True
@@ -420,6 +434,7 @@ def _check_options(**options: Any) -> None:
     """
     for key, value in options.items():
         least, largest, allowed = RANGES[key]
+        # A bool is an int in Python, but not a sensible factor.
         is_number = isinstance(value, numbers.Real) and value is not True and value is not False
         if not (is_number and least <= float(value) <= largest) and not (value is None and "None" in allowed):
             raise ConfigError(key=key, value=value, allowed=allowed)
@@ -455,6 +470,7 @@ def _checked_rows(
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1:] != weight.shape[1:] or not has_target_shape:
         hint = ""
         if weight.numel() == 0:
+            # DeepSpeed replaces the weights of stage 3 by empty tensors.
             hint = "; a sharded weight is whole only within its module's forward: use callbacks/tiled_loss"
         found = f", target {list(target.shape)}" if target is not None else ""
         expected = ", target [*batch]" if found else ""
@@ -476,6 +492,7 @@ def _checked_target(target: Tensor, num_classes: int, ignore_index: int | None) 
     if target.dtype.is_floating_point or target.dtype.is_complex or target.dtype == torch.bool:
         raise TypeError(f"target of {target.dtype}: expected integers; for probabilities use linear_kl")
     flat = target.reshape(-1).to(torch.int64)
+    # Reading values would wait for a GPU, and a fake tensor has none.
     if flat.device.type == "cpu" and not is_fake(flat):
         is_wrong = (flat < 0) | (flat >= num_classes)
         if ignore_index is not None:

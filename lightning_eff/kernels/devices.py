@@ -191,9 +191,11 @@ def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
     device = next((info for info in known if info.num_sms == num_sms), None)
     if device is not None:
         return replace(device, **sizes)
+    # The nearest capability first, then the nearest number of SMs.
     like = min(
         DEVICES.values(), key=lambda info: (abs(info.capability - capability), abs(info.num_sms - num_sms))
     )
+    # Rates scale with the number of SMs; sizes come from the driver.
     ratio = num_sms / like.num_sms
     return replace(
         like, name=name, capability=capability, num_sms=num_sms, is_estimate=True,

@@ -44,7 +44,7 @@ _dropped: set[TileConfig] = set()  # configs that failed to compile
 
 
 def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether our kernels may compute: required with `triton`, as candidates with `auto`.
+    """Return whether our kernels may be used: always with `triton`, as candidates with `auto`.
 
     Raises:
         ValueError: An unknown backend.
@@ -81,6 +81,7 @@ def find(
         writes: As in `Operands.shape`; these matrices are newly allocated, and so aligned.
     """
     a, b, c, bias = operands.tensors
+    # This function runs in every call, so its key has plain numbers: building a Shape takes longer.
     epilogue = tuple([None if t is None else t.data_ptr() % TMA_BYTES for t in (operands.gate, operands.up)])
     # The allocator aligns a new result.
     offsets = tuple([t.data_ptr() % TMA_BYTES for t in ((a, b) if out is None else (a, b, out))])
@@ -94,6 +95,7 @@ def find(
     )  # fmt: skip
     if key not in _found:
         shape = operands.shape(adds=adds, writes=writes)
+        # `operands.shape` looks at strides and storage offsets, not at addresses.
         if any(offsets) or (out is not None and not is_aligned(out)):
             shape = replace(shape, aligned=False)
         if backend == "triton":
@@ -124,11 +126,13 @@ def candidates(shape: Shape, device: torch.device) -> list[TileConfig]:
 
 def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) -> Choice | None:
     """Return what `auto` chooses for a shape, measuring it if needed; None while it may not be measured."""
+    # A product has M * N * K multiply-adds, 2 operations each.
     if 2.0 * shape.batch * shape.M * shape.N * shape.K < MIN_FLOP:
         return Choice(LIBRARY, 0.0)
     choices, shape = choices_of(operands.a.device), rounded(shape)
     configs, choice = candidates(shape, operands.a.device), choices.known.get(str(shape))
     choices.asked[shape] = ""
+    # A choice from a file may name a config that failed to compile in this process.
     if choice is not None and choice.config in (None, *configs):
         return choice
     choices.asked[shape] = why_not_measured()
@@ -156,6 +160,7 @@ def choices_of(device: torch.device) -> Choices:
 def rounded(shape: Shape) -> Shape:
     """Return a shape with its tokens rounded up to a power of two: K of a weight's gradient, else M."""
     if shape.layout[0] == "t":
+        # A transposed A is dY.T: its columns, K, are the tokens.
         return replace(shape, K=1 << (shape.K - 1).bit_length())
     return replace(shape, M=1 << (shape.M - 1).bit_length())
 
@@ -165,6 +170,7 @@ def why_not_measured() -> str:
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms"
     if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+        # Ranks that measured on their own could choose different kernels, and round differently.
         return "rank 0 measures"
     return "a CUDA graph is captured" if torch.cuda.is_current_stream_capturing() else ""
 

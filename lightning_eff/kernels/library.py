@@ -32,12 +32,14 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
     batch, options = operands.batch, dict[str, Any]()
     wide = a.dtype
     if any(tensor.dtype != out_dtype for tensor in operands.tensors if tensor is not None):
+        # Mixed dtypes are computed in float32 or wider, and rounded once at the end.
         wide = torch.promote_types(torch.promote_types(torch.float32, out_dtype), a.dtype)
         if a.is_cuda and a.dtype.itemsize == 2 and wide == torch.float32 and not operands.needs_gradient:
             options["out_dtype"] = wide  # CUDA multiplies 16-bit operands without a cast
         else:
             a, b = a.to(wide), b.to(wide)
         c, bias = (tensor.to(wide) if tensor is not None else None for tensor in (c, bias))
+    # torch.addmm adds one tensor: C, or without C the bias; a bias that follows C is added below.
     addend, beta = (c, operands.beta) if c is not None else (bias, 1.0)
     if batch:  # torch.baddbmm has one batch axis
         a, b = (matrix.expand(*batch, *matrix.shape[-2:]).flatten(0, -3) for matrix in (a, b))

@@ -78,6 +78,7 @@ class Accumulation:
         """
         if not self._depth or weight.grad is None or weight.grad.layout != torch.strided:
             return False
+        # A hook gets the gradient itself; added in place, the gradient never exists separately.
         has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
         is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # a prediction adds too
         if has_hooks or not is_plain or not weight.is_leaf:
@@ -159,6 +160,7 @@ def linear(
         if x.dtype != weight.dtype:
             return F.linear(x, weight, bias)  # raises the error
         dtype = x.dtype
+    # Autocast's own cache would keep a copy with a graph; this one is detached.
     copy = None if dtype == weight.dtype else low_copy(weight, dtype)
     rows = x if dtype == x.dtype else x.to(dtype)  # recorded by autograd, like autocast's cast
     rows = rows if x.ndim == 2 else rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -175,6 +177,7 @@ def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
     A layer that is called a hundred times in a forward pass casts once, and keeps one copy. A change through
     `weight.data` is not detected while a graph holds the copy: call `forget_copies` after an optimizer step.
     """
+    # `_version` counts in-place changes; the address changes if `weight.data` is assigned.
     version = (dtype, weight._version, weight.data_ptr())  # noqa: SLF001
     kept, reference = _low_copies.get(weight, (None, None))
     copy = reference() if kept == version else None
@@ -200,6 +203,7 @@ class _Linear(torch.autograd.Function):
         # Detached: `weight.data = ...` before the backward pass must not change the weight used here.
         used = weight.detach() if copy is None else copy
         low_bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+        # dX needs W, and dW needs X.
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, used if needs_x else None)
         ctx.weight = weight  # receives the gradient; a saved tensor may be another object
@@ -220,6 +224,7 @@ class _Linear(torch.autograd.Function):
         if needs_x:  # dX [T, K] = dY [T, N] @ W [N, K]
             grad_x = product(grad, used, backend)
         if needs_weight:
+            # Entry 1 is the weight's, the second argument of `forward`.
             node = ctx.next_functions[1][0]
             grad_weight = weight_gradient(grad, x, weight, node, backend, accumulation)
         if needs_bias:

@@ -1,6 +1,6 @@
 """Compute D = activation(alpha * A @ B + beta * C + bias), by our Triton kernels or by torch's library.
 
-A call checks its operands (operands.py) and looks up who computes (dispatch.py). Then it calls torch's
+A call checks its operands (operands.py) and looks up the backend (dispatch.py). Then it calls torch's
 library (library.py), or the kernels (gemm_kernels.py) through launch.py. Layers call `compute`, since their
 operands need no check.
 
@@ -89,6 +89,7 @@ def gemm(
     Warns:
         UserWarning: A kernel cannot be compiled; torch's library computes such products afterwards.
     """
+    # `beta` without `c`, or `c` without `beta`.
     if beta if c is None else beta is None:
         remedy = "c=out adds to out" if c is None else "beta=1.0 adds c, and with 0.0 it is not read"
         raise ValueError(
@@ -133,7 +134,7 @@ def _is_autocast(device: str) -> bool:
 
 
 def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Compute a GEMM of checked operands, into `out` or a new tensor; dispatch.py decides who computes.
+    """Compute a GEMM of checked operands, into `out` or a new tensor; dispatch.py chooses the backend.
 
     Raises:
         ValueError: An unknown backend.
@@ -149,6 +150,7 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
     product = operands if operands.activation is None else replace(operands, activation=None)
     arguments = (*operands.tensors, operands.alpha, operands.beta, operands.out_dtype)
     if out is None or product is not operands:
+        # The operator computes no activation: torch applies it, and so differentiates it.
         result = _operator(*arguments)
         result = result if product is operands else ACTIVATIONS[operands.activation or ""](result)
         return result if out is None else out.copy_(result)
@@ -211,6 +213,7 @@ def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Ten
     if d is None:
         return by_library(operands, out)
     if out is not None:
+        # Kernels write without torch's knowledge: without this, autograd would not notice that `out` changed.
         torch.autograd.graph.increment_version(out)
     return d
 
@@ -261,6 +264,7 @@ def _flop(a: tuple[int, ...], b: tuple[int, ...], *_: Any, **__: Any) -> int:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     a, b, c, bias, ctx.alpha, ctx.beta, _ = inputs
     needs_a, needs_b = ctx.needs_input_grad[:2]
+    # The gradient of A needs B, and the gradient of B needs A.
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
     ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in (a, b, c, bias)]
 

@@ -1,4 +1,4 @@
-"""Measure who computes a GEMM fastest, with the operands of its first call and separate results.
+"""Measure which backend computes a GEMM fastest, with the operands of its first call and separate results.
 
 `dispatch.choose` calls `measure`. Each candidate first fills NaN-initialized memory, which is compared with
 the result of torch's library. The correct ones then take turns, A B A B, since clocks drift, for 20 ms each
@@ -50,6 +50,7 @@ def measure(
         UserWarning: A config computes a wrong result.
     """
     adds = out is not None and operands.c is not None and in_place(operands.c, out)
+    # Measuring must not write to the caller's `out`, so every result has memory of its own.
     d = torch.empty(operands.size, dtype=operands.out_dtype, device=operands.a.device)
     d = d if out is None else torch.empty_like(out)
     d2 = torch.empty_like(d) if operands.up is not None else None
@@ -59,6 +60,7 @@ def measure(
 
     def reset() -> None:
         for result in results:
+            # NaN, so that elements which a config does not write are detected.
             result.fill_(math.nan)
         if adds and out is not None:
             d.copy_(out)
@@ -83,6 +85,7 @@ def measure(
             else:
                 what = f"{config} computes {operands.M} x {operands.N} x {operands.K} wrongly here"
                 warnings.warn(f"{what}: it is not used", UserWarning, stacklevel=2)
+    # In turns, so that a change of the GPU's clock affects all candidates alike.
     turns = [{name: milliseconds(run) for name, run in runs.items()} for _ in range(TURNS)]
     times = {name: median(turn[name] for turn in turns) for name in runs}
     library_ms = times.pop(LIBRARY)

@@ -125,6 +125,7 @@ def is_aligned(tensor: Tensor) -> bool:
     itemsize = tensor.element_size()
     if tensor.ndim != 2 or 1 not in tensor.stride() or tensor.storage_offset() * itemsize % TMA_BYTES:
         return False
+    # `pitch` is the distance between rows (or columns, if stored by columns), in elements.
     by_rows = tensor.stride(1) == 1
     pitch, length = tensor.stride(0 if by_rows else 1), tensor.shape[1 if by_rows else 0]
     return pitch >= length and pitch * itemsize % TMA_BYTES == 0
@@ -256,6 +257,7 @@ def overlaps_operand(operands: Operands, out: Tensor) -> bool:
     read = (operands.a, operands.b, c, operands.bias)
     for tensor in (out, *(tensor for tensor in read if tensor is not None and tensor.numel())):
         steps = zip(tensor.shape, tensor.stride(), strict=True)
+        # From the first to the last element; strides of 0 or more are assumed, as torch has no others.
         num_elements = 1 + sum((length - 1) * stride for length, stride in steps)
         spans.append((tensor.data_ptr(), tensor.data_ptr() + num_elements * tensor.element_size()))
     begin, end = spans[0]

@@ -56,17 +56,20 @@ class Cost:
     def __init__(self, *, shape: Shape, config: TileConfig, device: Device) -> None:
         self.shape, self.config, self.device = shape, config, device
         itemsize, block_m, block_n = shape.dtype.itemsize, config.block_m, config.block_n
+        # Tiles at the edge are computed in full.
         rows, columns = self.grid = -(-shape.M // block_m), -(-shape.N // block_n)
         self.num_tiles = shape.batch * rows * columns * config.split_k
         self.waves = self.num_tiles / device.num_sms
         self.wave_quantization = 1.0 - self.waves / math.ceil(self.waves)
         self.tile_quantization = 1.0 - shape.M * shape.N / (rows * block_m * columns * block_n)
         block_k = config.block_k_bytes // itemsize
+        # K per split, rounded up to whole steps of block_k.
         self.depth = -(-shape.K // (block_k * config.split_k)) * block_k
         self.l2_bytes = self.num_tiles * (block_m + block_n) * self.depth * itemsize
 
         elements = shape.batch * shape.M * shape.N
         extra = shape.epilogue_reads + shape.epilogue_writes
+        # D, each matrix of the epilogue, and C, once each.
         result = elements * (shape.out_itemsize * (1 + extra) + shape.c_itemsize)
         if config.split_k > 1:  # float32 partial sums are written and read
             result += 2 * 4 * elements * config.split_k
@@ -178,7 +181,7 @@ class Explanation:
             if value != better:
                 yield (
                     f"a row of {letter}={value} is {value * shape.dtype.itemsize} bytes, "
-                    f"no multiple of {TMA_BYTES}: no TMA; pad {letter} to {better}"
+                    f"not a multiple of {TMA_BYTES}: no TMA; pad {letter} to {better}"
                 )
         bound = "" if device.is_estimate else f", bound by {cost.bound}"
         yield f"{cost.memory_bytes / 1e9:.3g} GB to and from memory{bound}"

@@ -1,8 +1,10 @@
-"""How an optimizer step is made: accumulation, micro-batches, and retries after out-of-memory errors.
+"""One optimizer step from several passes: accumulation, micro-batches, and retries after OOM errors.
 
-To change accumulation: callbacks/gradient_accumulation.py (number of batches), lightning_loop.py (what
-Lightning calls), window.py (the scale factors), splitting.py (what counts as a sample).
-To change micro-batches: callbacks/micro_batch.py, micro_batch_runner.py (under Lightning) or fabric.py
-(without), oom_retry.py (the size, second attempts, `find`), snapshot.py (undoing), mean_check.py (rejected
-losses). Ranks with different numbers of batches: uneven_ranks.py.
+Where to change accumulation: callbacks/gradient_accumulation.py sets the number of batches per step,
+lightning_loop.py is the loop that Lightning calls, window.py has the scale factors, and splitting.py counts
+samples.
+Where to change micro-batches: callbacks/micro_batch.py has the options, micro_batch_runner.py runs under
+Lightning and fabric.py without it, oom_retry.py chooses the size and retries, snapshot.py undoes a failed
+step, and mean_check.py rejects unsuitable losses.
+Ranks with different numbers of batches: uneven_ranks.py.
 """

@@ -1,9 +1,10 @@
 """The exact gradient of a step in a hand-written loop, under Lightning Fabric or in plain PyTorch.
 
-The arithmetic and the retries of GradientAccumulation and MicroBatch as one object: it runs forward and
-backward passes of all batches of a step in micro-batches that fit, and leaves in the parameters the gradient
-of their samples as one batch, on all ranks. Without weights, ranks count alike. Clipping and stepping stay
-with the loop; no `zero_grad` is needed. That the loss is a mean over samples is not checked here.
+`ExactGradient` combines the arithmetic and the retries of GradientAccumulation and MicroBatch in one object.
+It runs the forward and backward passes of a step in micro-batches that fit in memory. Afterwards `.grad`
+holds the gradient of all samples of the step as one large batch, averaged over the ranks. Without weights,
+every rank counts the same. The loop clips and steps; it need not call `zero_grad`. The loss must be a mean
+over samples, which is not checked here.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class ExactGradient:
         fabric: Runs the backward passes, with its precision's scaling; None for plain PyTorch.
         micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for full
             batches.
-        splitter: Splits a batch in place of the built-in rules, `splitter(batch, micro_batch_size)`.
-        keep: Names or paths of what every micro-batch gets whole, as in `MicroBatch`.
+        splitter: Replaces the built-in rules for splitting a batch: `splitter(batch, micro_batch_size)`.
+        keep: Names or paths of values that every micro-batch gets unsplit, as in `MicroBatch`.
 
     Raises:
         ConfigError: A size below 1, a model without parameters, or `auto` where a model is sharded.
@@ -72,6 +73,7 @@ class ExactGradient:
         replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped: nn.Module = replicas[0] if replicas else model
         original: Any = model
+        # Snapshots need the user's own attributes, which are below Fabric's wrapper and DDP's.
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
         self.size = MicroBatchSize(
@@ -90,7 +92,7 @@ class ExactGradient:
                 remedies=["micro_batch_size=4", 'Fabric(strategy="ddp")'],
             )
         self._run_backward: Callable[[Tensor], Any] = fabric.backward if fabric else Tensor.backward
-        # ZeRO's strategy does these itself: its gradients are not in `.grad`.
+        # ZeRO's strategy has its own methods for these, since its gradients are not in `.grad`.
         strategy: Any = fabric.strategy if fabric else None
         scale_gradients = getattr(strategy, "scale_gradients", None)
         self._discard_gradients = getattr(strategy, "discard_gradients", None)
@@ -99,23 +101,24 @@ class ExactGradient:
         self._retry = OomRetry(self.size, self._window, snapshot, self._wrapped, weight.device)
 
     def backward(self, step: Step, *batches: Any) -> Tensor:
-        """Compute the gradient of a step, in place of the one that the parameters have.
+        """Compute the gradient of a step; it replaces the one in `.grad`.
 
         Args:
             step: Called with each micro-batch; calls the model.
             batches: The batches of the step on this rank.
 
         Returns:
-            The mean loss of this rank, by weight or by samples, without a graph.
+            The mean loss of this rank, weighted by weights or samples, detached from the graph.
 
         Raises:
-            MemoryError, RuntimeError: The allocator's own, when no smaller size is left.
+            MemoryError, RuntimeError: The allocator's own error, when no smaller size is left.
             ValueError: A weight is negative or not finite, or only some micro-batches have one.
         """
         if not batches:
             raise ValueError("backward() needs the batches of a step: gradient.backward(step, *batches)")
         for parameter in self._model.parameters():
             parameter.grad = None
+        # ZeRO keeps gradients of an earlier, incomplete step elsewhere.
         if self._discard_gradients is not None:
             self._discard_gradients()
         self._window.begin(len(batches))
@@ -158,16 +161,17 @@ class ExactGradient:
                 loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
             )
             self._run_backward(scaled)
+        # A copy, since the loss may be a view that keeps the graph's memory.
         return loss.detach().clone(), weight
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Make the optimizer's next `step` atomic: if memory runs out in it, it is undone and retried.
 
-        Only for `micro_batch_size="auto"`: it copies parameters, gradients and optimizer state to host memory
-        around the step, on a CPU around each, on other devices around the first.
+        Acts only with `micro_batch_size="auto"`. Parameters, gradients and optimizer state are copied to host
+        memory first: before every step on a CPU, before the first step on other devices.
 
         Args:
-            optimizer: As wrapped by Fabric, or not.
+            optimizer: The optimizer, wrapped by Fabric or not.
         """
         own: Any = optimizer
         return self._retry.update(own.optimizer if is_wrapped(own) else own)

@@ -1,20 +1,21 @@
-"""One optimizer step, exactly, of one or several batches: the only subclass of Lightning's own loop.
+"""One exact optimizer step from one or several batches: the only subclass of Lightning's optimization loop.
 
-The gradient of a step is that of one large batch, over the batches of a window (GradientAccumulation, or the
-Trainer's own `accumulate_grad_batches`), over the micro-batches that a batch is split into (MicroBatch), and
-over all ranks. window.py has the scale factors, micro_batch_runner.py splits batches; this module has what
-Lightning calls. `training_step` may return a `loss_weight` next to the mean loss,
-`{"loss": loss, "loss_weight": num_tokens}`; without it samples weigh the same.
+Each step gets the gradient of one large batch. That batch consists of the batches of a window
+(GradientAccumulation, or the Trainer's own `accumulate_grad_batches`), the micro-batches of each batch
+(MicroBatch), and all ranks. window.py has the scale factors and micro_batch_runner.py splits batches; this
+module has the methods that Lightning calls. `training_step` may return a weight next to the mean loss,
+`{"loss": loss, "loss_weight": num_tokens}`; otherwise all samples weigh the same.
 
-The way of the batch size: `GradientAccumulation(global_batch_size=...)` sets the Trainer's
-`accumulate_grad_batches`, which `run` reads where a window begins and passes to `Window.begin(num_batches)`.
-A window that the end of an epoch cuts short is divided by what it has. It steps also if the epoch ends on a
-batch that is not trained on (the loader gave None, or `on_train_batch_start` returned -1). A step that a loss
-scaler or SkipBadSteps skips does not count: neither the schedule nor `global_step` advances.
+How the batch size gets here: `GradientAccumulation(global_batch_size=...)` sets the Trainer's
+`accumulate_grad_batches`. `run` reads it at the start of a window and passes it to
+`Window.begin(num_batches)`. If the end of an epoch cuts a window short, the gradient is divided by the
+batches it has. The window also steps if the epoch ends on a batch that is not trained on (the loader returned
+None, or `on_train_batch_start` returned -1). A step that a loss scaler or SkipBadSteps skips does not count:
+neither the schedule nor `global_step` advances.
 
 Why a subclass: Lightning divides by the window's nominal length before the backward pass, when neither the
-weights nor the real length are known, and has no hook between the last backward pass and the clipping.
-Private names (`_AutomaticOptimization`, `_should_accumulate`, ...) are those of Lightning 2.6.6, used only
+weights nor the real length are known. It has no hook between the last backward pass and gradient clipping.
+The private names (`_AutomaticOptimization`, `_should_accumulate`, ...) are from Lightning 2.6.6 and used only
 here.
 """
 
@@ -60,12 +61,12 @@ MAX_NAMES = 12
 WITHOUT_ACCUMULATION = Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation")
 WITHOUT_MICRO_BATCH = Remedy("~callbacks.micro_batch", "remove MicroBatch")
 MAX_FLAT_CHECKS = 8
-"""Batches in which a check of the loss is repeated, where all parts of a batch have the same loss."""
+"""Batches in which the check of the loss is repeated while all parts of a batch have the same loss."""
 
 
 @runtime_checkable
 class ScalesGradients(Protocol):
-    """A strategy that keeps gradients elsewhere than in `.grad`."""
+    """A strategy that does not keep gradients in `.grad`."""
 
     scale_gradients: Callable[[float], None]
     """Multiply the gradients of the current step, before they are clipped."""
@@ -76,44 +77,47 @@ class ExactStep(_AutomaticOptimization):
 
     Args:
         trainer: Its `accumulate_grad_batches` is the length of a window, and may change between windows.
-        replaced: The loop that it replaces; its progress continues.
+        replaced: Lightning's loop, whose progress counters continue here.
     """
 
     def __init__(self, trainer: pl.Trainer, replaced: _AutomaticOptimization) -> None:
         super().__init__(trainer)
+        # Checkpoints and the progress bar read Lightning's counters, so they are shared with the replaced
+        # loop.
         self.replaced = replaced
         self.optim_progress = replaced.optim_progress
         self.num_skipped_steps = 0
         self.num_cut_steps = 0
         """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
-        self.micro_batch_size: MicroBatchSize | None = None  # how batches are split; None for not at all
+        self.micro_batch_size: MicroBatchSize | None = None  # None if batches are not split
         self.is_search_due = False  # whether the next step begins with a search for the size
         self.before_window: list[Callable[[], None]] = []
         """Called before the first batch of a step; may change `accumulate_grad_batches`."""
-        self.is_left_out: Callable[[], bool] = lambda: False
-        """Whether the optimizer left the last step out."""
+        self.is_step_skipped: Callable[[], bool] = lambda: False
+        """Whether the optimizer skipped the last step (set by SkipBadSteps)."""
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
-        """Entered around each backward pass of a step of several."""
+        """Context for each backward pass, where a step may have several."""
         self.around_training_step: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Entered around each `training_step`."""
+        """Context for each `training_step`."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
-        """May add a weight to what `training_step` returned for a number of samples; 0 for a check."""
+        """Adds a weight to `training_step`'s output, given its number of samples (0 during the check)."""
         self.weighs_by = ""
-        """What these weights are."""
+        """What `weigh` counts, for the report."""
         self.counts_by = "samples count equally"
-        """How the backward passes of a step count."""
+        """How the backward passes of a step are weighted, for the report."""
         self.mean_check: str | None = None
-        """Why the loss could not be checked to be a mean; empty for a mean, None before the check."""
+        """Why it is unknown whether the loss is a mean; empty if it is one, None before the check."""
         self._num_flat_checks = 0
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
+        # float64: counts of tokens exceed the 24 bits of float32's mantissa.
         number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
         self._reduce: Callable[[float, str], float]
         self._reduce = lambda value, by: float(strategy.reduce(number(value), reduce_op=by))
         self._window = Window(
             lambda: (value for group in trainer.optimizers[0].param_groups for value in group["params"]),
             num_ranks=trainer.world_size,
-            # All ranks take part: once per window with weights, and once more in the first window.
+            # A collective: once per window with weights, and a second time in the first window.
             sum_over_ranks=lambda value: self._reduce(value, "sum"),
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
@@ -123,7 +127,7 @@ class ExactStep(_AutomaticOptimization):
         self._position = 0  # of the current batch in its window, from 1
         self._is_complete, self._is_skipped = True, False
         self._loss: Tensor | None = None  # the last one of the window
-        self._epoch = self._batch_idx = -1  # of the current window, and of the last batch trained on
+        self._epoch = self._batch_idx = -1  # epoch of the current window; index of the last trained batch
         self._update_lr_schedulers = trainer.fit_loop.epoch_loop.update_lr_schedulers
         self.uneven = UnevenRanks(trainer)
 
@@ -143,6 +147,7 @@ class ExactStep(_AutomaticOptimization):
         self._position += 1
         self._is_complete = self._position >= self._num_batches
         if not self._is_complete:
+            # The epoch's last batch completes its window, however short it is.
             self._is_complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
@@ -176,9 +181,9 @@ class ExactStep(_AutomaticOptimization):
             self._check_mean(kwargs, is_on_all_ranks=self._num_ranks > 1)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
-        """Do as Lightning, which calls it after each batch; a batch that was not trained on made no step.
+        """Advance the schedulers as Lightning does after each batch; a batch not trained on makes no step.
 
-        If such a batch ends the epoch, the rest of the window makes a step first.
+        If such a batch ends the epoch, the unfinished window steps first.
         """
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         is_due = interval == "step" and not update_plateau_schedulers
@@ -200,7 +205,7 @@ class ExactStep(_AutomaticOptimization):
         self._optimizer_step(batch_idx, lambda: None)
 
     def _reject_shards(self, what: str) -> None:
-        """Reject an unfinished window whose gradients only another backward pass would reduce into shards."""
+        """Reject an unfinished window of sharded gradients: only another backward pass would reduce them."""
         strategy = self.trainer.strategy
         if isinstance(strategy, SingleDeviceStrategy) or isinstance(strategy.model, DistributedDataParallel):
             return
@@ -217,7 +222,7 @@ class ExactStep(_AutomaticOptimization):
         return self.trainer.accumulate_grad_batches > 1 or self.micro_batch_size is not None
 
     def should_accumulate(self) -> bool:
-        """Return whether the current batch made no step: the window continues, or a scaler skipped it."""
+        """Return whether the current batch made no step: incomplete window, or skipped step."""
         return not self._is_complete or self._is_skipped
 
     @override
@@ -275,8 +280,8 @@ class ExactStep(_AutomaticOptimization):
     def _forward(
         self, arguments: Arguments, part: MicroBatchPart | None = None, batch_samples: int | None = None
     ) -> ClosureResult:
-        """Run a forward pass, and scale the loss of `part` as a summand of the window's."""
-        # As Lightning's `_training_step`, but for its division by `accumulate_grad_batches`.
+        """Run a forward pass, and scale the loss of `part` to its term in the window's weighted mean."""
+        # Like Lightning's `_training_step`, without its division by `accumulate_grad_batches`.
         with self.uneven.without_trace() if self.uneven.is_idle else nullcontext():
             output = self._training_step_output(arguments)
         self.trainer.strategy.post_training_step()
@@ -296,7 +301,8 @@ class ExactStep(_AutomaticOptimization):
         self._loss = self._loss if result.loss is None else result.loss
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
-        # Ranks count by samples, as batches do, but for a loss over the samples of all ranks (contrastive).
+        # Ranks count by samples, as batches do. The exception are losses over the samples of all ranks
+        # (contrastive), which are the only ones to set `around_training_step`.
         is_by_samples = self.uneven.is_on and self.around_training_step is nullcontext
         if weight is None and part is not None and is_by_samples and batch_samples != 0:
             weight = float(part.num_samples or 1)
@@ -319,7 +325,8 @@ class ExactStep(_AutomaticOptimization):
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Reject an update of the model in `training_step`; inner loops may train copies of it."""
+        """Reject an optimizer step on the model in `training_step`; inner loops may train copies of it."""
+        # By identity: comparing parameters would compare their values.
         trained = {id(parameter) for parameter in self.trainer.lightning_module.parameters()}
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if trained & updated:
@@ -329,15 +336,15 @@ class ExactStep(_AutomaticOptimization):
             )
 
     def _check_mean(self, arguments: Arguments, *, is_on_all_ranks: bool = False) -> None:
-        """Reject a loss that is no mean over samples, once, before the first split or longer window."""
+        """Check once that the loss is a mean over samples, before the first split batch or longer window."""
         if self.mean_check is not None:
             return
         size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
         count = size.num_samples(batch) or 0
-        if self.micro_batch_size is None:  # the first dimension may be time, where nothing is to be split
+        if self.micro_batch_size is None:  # nothing is split here, so the first dimension may be time
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
             count = count if batch_size in (None, count) else 0
-        if is_on_all_ranks:  # their forward passes may wait for each other
+        if is_on_all_ranks:  # forward passes may communicate, so every rank must run as many
             count = int(self._reduce(count, "min"))
         # Forward passes without gradients need less memory than those of training.
         max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
@@ -370,7 +377,7 @@ class ExactStep(_AutomaticOptimization):
             )
 
     def _compare_losses(self, arguments: Arguments, size: MicroBatchSize, max_samples: int) -> MeanCheck:
-        """Run the check in the precision of the weights, or else, if that decides nothing, in the run's."""
+        """Run the check in the precision of the weights; if that is inconclusive, in the run's precision."""
         trainer, weigh, batch = self.trainer, self.weigh, arguments.get("batch")
         module, device = trainer.lightning_module, trainer.strategy.root_device
 
@@ -383,7 +390,7 @@ class ExactStep(_AutomaticOptimization):
         is_ddp = isinstance(model, DistributedDataParallel)
         is_autocast = isinstance(plugin, MixedPrecision) or name_of(plugin) == "precision/auto"
         is_autocast &= str(trainer.precision).endswith("-mixed") and (is_ddp or self._num_ranks == 1)
-        if is_autocast:  # whose rounding hides small differences
+        if is_autocast:  # autocast's rounding hides small differences
             full = patch.object(plugin, "train_step_context", nullcontext)
             with full, without_collectives(model) if is_ddp else nullcontext():
                 found = check_mean(batch, run, module, size, max_samples, device, is_low=False)
@@ -400,7 +407,7 @@ class ExactStep(_AutomaticOptimization):
 
         def closure() -> Any:
             if next(evaluations) and self._position > 1:
-                save_nothing_on_exception(self.trainer)  # the optimizer has moved the weights for a trial
+                save_nothing_on_exception(self.trainer)  # the weights are in a trial position
                 raise ConfigError(
                     key="optimizer",
                     value=type(self.trainer.optimizers[0]).__name__,
@@ -411,9 +418,9 @@ class ExactStep(_AutomaticOptimization):
             loss = train_step_and_backward_closure()
             if retry is not None:
                 retry.finish()
-            if not self._skip_backward:  # else gradients are those of an earlier step
+            if not self._skip_backward:  # else the gradients are an earlier step's
                 self._window.correct()
-            # Without a loss float16's scaler would not step; the window may have one of an earlier batch.
+            # float16's scaler steps only with a loss. If the last batch has none, use an earlier one.
             return self._loss if loss is None else loss
 
         scaler = self._scaler
@@ -422,10 +429,11 @@ class ExactStep(_AutomaticOptimization):
             super()._optimizer_step(batch_idx, closure)
         is_scaled_down = scaler is not None and scaler.get_scale() < scale
         self.num_skipped_steps += is_scaled_down
-        self._is_skipped = is_scaled_down or self.is_left_out()
+        self._is_skipped = is_scaled_down or self.is_step_skipped()
         if self._is_skipped:
             progress = self.optim_progress.optimizer.step
             for counts in (progress.total, progress.current):
+                # Lightning counted the step before the optimizer skipped it; `global_step` is this counter.
                 counts.ready -= 1
                 counts.completed -= 1
 
@@ -440,13 +448,14 @@ class ExactStep(_AutomaticOptimization):
 
 
 def install(trainer: pl.Trainer) -> ExactStep:
-    """Replace a Trainer's loop by `ExactStep`, or return the one that it has.
+    """Replace a Trainer's optimization loop by an `ExactStep`, or return the one already installed.
 
     Raises:
         ConfigError: A third-party loop is installed.
     """
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     present = epoch_loop.automatic_optimization
+    # MicroBatch and GradientAccumulation share one loop.
     if isinstance(present, ExactStep):
         return present
     if type(present) is not _AutomaticOptimization:

@@ -1,9 +1,10 @@
-"""Check that a loss is a mean over samples: only then do micro-batches and windows keep its gradient.
+"""Check that a loss is a mean over samples: only then do micro-batches and accumulation keep its gradient.
 
-A few samples of a batch run as one batch and in pairs; the mean of the pairs' losses must be the loss of all.
-It differs for losses that compare samples with each other (contrastive, redundancy, ranking), for sums, and
-for means over tokens without a `loss_weight`. Modules are in evaluation mode, since dropout and batch
-statistics would differ. Random numbers that the step itself draws leave the question open.
+lightning_loop.py calls `check_mean` before the first split. It runs a few samples as one batch and again in
+pairs; the mean of the pairs' losses must equal the loss of the batch. They differ for losses that compare
+samples with each other (contrastive, redundancy, ranking), for sums, and for means over tokens without a
+`loss_weight`. Modules run in evaluation mode, because dropout and batch statistics would differ between the
+runs. If the step itself draws random numbers, the check is inconclusive.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from lightning_eff.microbatching.window import weight_of
 
 MAX_SAMPLES = 16
 MAX_ROUNDING = 0.03
-"""Relative difference of two losses that 16 and 8 bits explain."""
+"""Largest relative difference of two losses that rounding to 16 or 8 bits explains."""
 SMALL_LOSS = 0.01
-"""Below it, differences are compared with this value."""
+"""For losses below this value, differences are taken relative to this value."""
 Run = Callable[[MicroBatchPart], Any]
-"""Runs `training_step` on a batch, and returns its output."""
+"""Runs `training_step` on a micro-batch, and returns its output."""
 
 
 class _UndecidedError(Exception):
-    """The losses do not show whether they are means; the text says why."""
+    """The check is inconclusive; the text gives the reason."""
 
 
 @dataclass
 class MeanCheck:
-    """What a few samples show of a loss."""
+    """The result of the check."""
 
     difference: str = ""
-    """How the loss of all differs from the mean over their parts; empty for a mean."""
+    """How the loss of the batch differs from the mean over its parts; empty if it does not."""
     undecided: str = ""
-    """Why the losses do not show whether they are means."""
+    """Why the check is inconclusive; empty if it is conclusive."""
     is_flat: bool = False
-    """Whether they do not show it because all parts have the same loss, as before a model has learned."""
+    """Whether it is inconclusive because all parts have the same loss, as in an untrained model."""
     moved: set[str] = field(default_factory=set[str])
     """Names of parameters and buffers that `training_step` changes."""
 
@@ -67,18 +68,19 @@ def check_mean(
     *,
     is_low: bool,
 ) -> MeanCheck:
-    """Compare the loss of up to `max_samples` samples with the mean over their parts, and leave no trace.
+    """Compare the loss of up to `max_samples` samples with the mean over parts of them; undo all changes.
 
     Args:
-        batch: As `training_step` gets it.
-        run: Runs `training_step` on a part of it.
-        module: Whose `training_step` this is.
+        batch: The argument of `training_step`.
+        run: Runs `training_step` on a part of the batch.
+        module: The module that has this `training_step`.
         size: Splits the batch.
-        max_samples: Of the batch, that are run.
-        device: Of the module.
-        is_low: Whether matrix products are in 16 or 8 bits although the weights are not.
+        max_samples: Most samples of the batch to run.
+        device: The module's device.
+        is_low: Whether matrix products run in 16 or 8 bits although the weights have more.
     """
     found, parameters = MeanCheck(), list(module.parameters())
+    # A prediction has no values to compare.
     if is_fake(parameters[0]):
         return found
     try:
@@ -87,13 +89,15 @@ def check_mean(
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
             _stop("the batch has a single sample, or its samples cannot be counted")
+        # A few samples are enough: a loss that is not a mean differs for few samples too.
         few = size.split(batch, min(MAX_SAMPLES, max_samples))[0]
-        # In pairs and in halves: a loss over the hardest half of the samples may be equal in one of them.
+        # Pairs and halves: a loss over the hardest half of the samples may agree with one of the two splits.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
-        # Uncompiled, and unseen by counters of operations.
+        # Eager, since other shapes would recompile; `real_tensors` hides the passes from operation counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
+            # Twice, to detect random numbers and other changes between calls.
             full, again = run_part(few), run_part(few)
             outputs = [[run_part(part) for part in partition] for partition in partitions]
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
@@ -119,9 +123,9 @@ def check_mean(
 
 
 def _rounding(dtypes: set[torch.dtype], device: torch.device) -> float:
-    """Return the relative difference of two losses that rounding explains: half of the digits.
+    """Return the largest relative difference of two losses that rounding explains: half of the digits.
 
-    That is 7e-9 in float64, 2e-4 in float32, and 3e-3 with a GPU's TF32.
+    This is 7e-9 in float64, 2e-4 in float32, and 3e-3 with TF32 on a GPU.
     """
     rounding = 0.5 * max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
     return min(max(rounding, 0.0 if device.type == "cpu" else 3e-3), MAX_ROUNDING)
@@ -138,7 +142,7 @@ def _stop(text: str) -> None:
 
 @dataclass
 class _Output:
-    """What `training_step` returned for a part of a batch."""
+    """The output of `training_step` for one part of a batch."""
 
     loss: Tensor
     weight: float | None
@@ -148,7 +152,7 @@ class _Output:
 def _compare(
     full: _Output, partition: Sequence[MicroBatchPart], parts: Sequence[_Output], rounding: float
 ) -> tuple[float, bool]:
-    """Return the weighted mean of the parts' losses, and whether the loss of all equals it."""
+    """Return the weighted mean of the parts' losses, and whether it equals the loss of the batch."""
     losses, weights = [float(part.loss) for part in parts], [part.weight for part in parts]
     counts = [part.num_samples for part in partition] if None in weights else weights
     of_mean = float(mean(losses, counts))
@@ -158,7 +162,7 @@ def _compare(
             "the loss of a few samples is 0 or not finite, or they cannot be counted; a mean over targets of "
             "which some are ignored needs a loss_weight"
         )
-    # A loss near 0 is the difference of terms that are not.
+    # A loss near 0 may be the difference of large terms, so its relative error is unbounded.
     return of_mean, difference <= rounding * max(scale, SMALL_LOSS)
 
 
@@ -173,13 +177,13 @@ def _unlogged(trainer: pl.Trainer) -> Generator[None]:
 
 
 class _Untraced:
-    """Runs `training_step` in evaluation mode, and undoes what it changes.
+    """Runs `training_step` in evaluation mode, and undoes its changes.
 
     Args:
-        run: Runs it on a part of a batch.
-        module: Whose it is.
-        device: Of the module.
-        moved: Takes the names of parameters and buffers that it changes.
+        run: Runs `training_step` on a part of a batch.
+        module: The module that has this `training_step`.
+        device: The module's device.
+        moved: Collects the names of parameters and buffers that `training_step` changes.
     """
 
     def __init__(self, run: Run, module: pl.LightningModule, device: torch.device, moved: set[str]) -> None:
@@ -189,7 +193,8 @@ class _Untraced:
         self._parameters = {name: each for name, each in module.named_parameters() if not is_sharded(each)}
         named = self._parameters.values()
         num_frozen = sum(each.nbytes for each in named if not each.requires_grad)
-        # A step may move a momentum encoder; what is frozen below an adapter is too large to copy.
+        # A small frozen part may be a momentum encoder, which the step updates. A large one is the base model
+        # of an adapter: too large to copy, and not updated.
         is_small = 2 * num_frozen <= sum(each.nbytes for each in named)
         self._copies = {
             name: (each.data, each.data.clone())
@@ -205,7 +210,7 @@ class _Untraced:
             again = self._state.again("the check of the loss")
             with again, _unlogged(module.trainer), redirect_stdout(io.StringIO()):
                 for child in module.modules():
-                    vars(child)["training"] = False  # by `eval()` adapters may merge weights
+                    vars(child)["training"] = False  # not `eval()`, in which adapters may merge weights
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
                 buffers = {name: (each, version(each)) for name, each in module.named_buffers()}
                 # The step may change its batch in place.
@@ -221,7 +226,7 @@ class _Untraced:
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():
-                # A change through `parameter.data` increases no version.
+                # A change through `parameter.data` does not increase the version.
                 if name in changed or not torch.equal(data, values):
                     changed.add(name)
                     parameters[name].data = data.copy_(values)

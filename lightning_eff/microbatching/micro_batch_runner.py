@@ -1,17 +1,19 @@
-"""Run a Trainer's batches in micro-batches: what `ExactStep` calls if a batch is to be split.
+"""Run a Trainer's batches in micro-batches; `ExactStep` calls this module when a batch is split.
 
-oom_retry.py splits and retries; this module connects it to Lightning: its strategy, the optimizer, and what
-`training_step` returns and logs, which is merged into what the full batch would have.
+oom_retry.py splits and retries. This module connects it to Lightning's strategy and optimizer, and merges the
+outputs and logged values of the micro-batches into those of the full batch.
 
-Outputs next to the loss are concatenated or averaged. Lightning accumulates what is logged over an epoch by
-the number of samples, which it takes from the current batch: that is set to each micro-batch. What is logged
-by step would be the last micro-batch's: it becomes the mean over the micro-batches, or sum, minimum or
-maximum, as `reduce_fx` says. With weights, means are by weight. Of a torchmetrics metric that is logged by
-step it is the mean of the micro-batches' values too, which equals the full batch's for an accuracy and not
-for an F1 score; over an epoch, every metric is that of all samples.
+- Outputs next to the loss are concatenated or averaged.
+- Values logged over an epoch: Lightning weights each by the number of samples in the current batch, so the
+  current batch is set to each micro-batch.
+- Values logged by step: Lightning would keep the last micro-batch's. They become the mean, sum, minimum or
+  maximum over the micro-batches, according to `reduce_fx`. With weights, means are weighted.
+- A torchmetrics metric logged by step becomes the mean of the micro-batches' values as well. This equals the
+  full batch's value for accuracy, but not for an F1 score. Over an epoch, every metric is computed from all
+  samples.
 
-Private names of Lightning (`_results` and of its metrics `_forward_cache`, `cumulated_batch_size`, `meta`;
-`_block_parallel_sync_behavior`) are those of 2.6.6.
+The private names of Lightning (`_results`, its metrics' `_forward_cache`, `cumulated_batch_size` and `meta`;
+`_block_parallel_sync_behavior`) are from 2.6.6.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ Arguments = OrderedDict[str, Any]
 
 @dataclass
 class StepFunctions:
-    """The functions that make a step of one batch, as Lightning's loop would call them."""
+    """The functions of Lightning's loop that run one batch of a step."""
 
-    # `training_step` on arguments, micro-batch and samples of its batch; returns the scaled loss.
+    # Calls `training_step`, given the arguments, the micro-batch, and the number of samples in its batch;
+    # returns the scaled loss.
     forward: Callable[[Arguments, MicroBatchPart, int | None], ClosureResult]
-    zero_grad: Callable[[], None] | None  # None where gradients are added to
-    backward: Callable[[Tensor], None] | None  # None where there is no backward pass
+    zero_grad: Callable[[], None] | None  # None if this batch adds to the gradients
+    backward: Callable[[Tensor], None] | None  # None without a backward pass
     check_mean: Callable[[Arguments], None]  # called before a batch is split
     position: int  # of the batch in its step, from 0
     is_last: bool  # whether the optimizer steps after this batch
@@ -58,17 +61,17 @@ class StepFunctions:
 
 @dataclass(frozen=True)
 class LoggedValue:
-    """What one key of `self.log` has collected so far."""
+    """The values logged so far under one key of `self.log`."""
 
-    by_step: Any  # the last value by step
-    total: Any  # the sum over the epoch, of values times samples; None for a metric
-    num_samples: Any  # the samples of that sum
+    by_step: Any  # the last value logged by step
+    total: Any  # sum over the epoch of value * samples; None for a metric
+    num_samples: Any  # the samples in that sum
 
 
 LoggedValues = Mapping[str, LoggedValue]
 NOTHING_LOGGED = LoggedValue(None, total=0.0, num_samples=0)
 PartResult = tuple[ClosureResult, LoggedValues, LoggedValues]
-"""The output of a micro-batch, and what was logged before and after it."""
+"""The output of a micro-batch, and the logged values before and after it."""
 
 
 class MicroBatchRunner:
@@ -82,7 +85,7 @@ class MicroBatchRunner:
 
     def __init__(self, trainer: pl.Trainer, micro_batch_size: MicroBatchSize, window: Window) -> None:
         self._trainer = trainer
-        # Lightning's collection of what `self.log` was called with in this epoch.
+        # Lightning's collection of the values logged in this epoch.
         self._results: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         strategy: Any = trainer.strategy
         device = strategy.root_device
@@ -101,7 +104,7 @@ class MicroBatchRunner:
         self.retry.find(arguments["batch"], run_part, self._trainer.optimizers[0])
 
     def run(self, arguments: Arguments, functions: StepFunctions) -> ClosureResult:
-        """Run one batch, and return and log what the full batch would have."""
+        """Run one batch; return and log the same values as the full batch would."""
         batch = arguments["batch"]
         outputs = self.retry.run(batch, partial(self._run_part, arguments, functions), functions.position)
         self._results.batch, self._results.batch_size = batch, None
@@ -110,6 +113,7 @@ class MicroBatchRunner:
             result.closure_loss = result.loss  # Lightning reads None as a skipped step
             return result
         kept: list[tuple[MicroBatchPart, PartResult]]
+        # `training_step` may skip micro-batches by returning None.
         kept = [(part, output) for part, output in outputs if output[0].loss is not None]
         if not kept:
             return ClosureResult(None)
@@ -118,6 +122,7 @@ class MicroBatchRunner:
         weights = [weight_of(result.extra) for result in results]
         is_weighted = None not in weights
         weights = weights if is_weighted else [part.num_samples for part in parts]
+        # The state before the first micro-batch, then after each one.
         states = [kept[0][1][1], *(after for _, (*_, after) in kept)]
         merge_logged(self._results, states, weights, is_weighted=is_weighted)
         extra = merge_outputs([result.extra for result in results], parts)
@@ -139,7 +144,7 @@ class MicroBatchRunner:
         if not is_full_batch:
             functions.check_mean(arguments)
         before = {} if is_full_batch else logged_values(results)
-        # The strategy averages gradients over the ranks in the last backward pass of a step only.
+        # The strategy averages gradients over the ranks only in the last backward pass of a step.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
         with _block_parallel_sync_behavior(self._trainer.strategy) if is_blocked else nullcontext():
@@ -155,10 +160,10 @@ class MicroBatchRunner:
 
 
 def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatchPart]) -> dict[str, Any]:
-    """Merge what `training_step` returned next to the loss.
+    """Merge the outputs of `training_step` other than the loss.
 
-    Tensors and lists with one row per sample are concatenated, other numbers averaged by samples
-    (`loss_weight` is summed); of anything else the last micro-batch's is returned.
+    Tensors and lists with one row per sample are concatenated. Other numbers are averaged, weighted by
+    samples; `loss_weight` is summed. For anything else, the last micro-batch's value is returned.
 
     Example:
         >>> parts = [MicroBatchPart(None, 3), MicroBatchPart(None, 1)]
@@ -172,7 +177,7 @@ def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBat
     merged: dict[str, Any] = {}
     for key, last in outputs[-1].items():
         values: list[Any] = [output.get(key) for output in outputs]
-        kinds: set[Any] = set()  # what values with one row per sample have in common; None for others
+        kinds: set[Any] = set()  # shape of a row, dtype and device of dense tensors; None for other types
         for value in values:
             is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
             if is_dense and value.dim():
@@ -193,7 +198,7 @@ def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBat
 
 
 def logged_values(results: Any) -> dict[str, LoggedValue]:
-    """Return what was logged so far."""
+    """Return the values logged so far, by key."""
     return {
         key: LoggedValue(
             metric._forward_cache,  # noqa: SLF001
@@ -211,13 +216,13 @@ def merge_logged(
     *,
     is_weighted: bool,
 ) -> None:
-    """Set what micro-batches have logged to what the full batch would have.
+    """Replace the micro-batches' logged values by the values that the full batch would log.
 
     Args:
         results: Lightning's collection.
-        states: What was logged before the first micro-batch, and after each.
-        weights: Weight or samples of each micro-batch.
-        is_weighted: Whether these are weights, by which an epoch's mean counts too.
+        states: The logged values before the first micro-batch, and after each.
+        weights: The weight of each micro-batch, or its samples.
+        is_weighted: Whether these are weights; if so, the epoch's mean is weighted too.
     """
     for key in states[-1]:
         metric = results[key]
@@ -226,6 +231,7 @@ def merge_logged(
         counts: list[float | None] = []
         for (before, after), weight in zip(itertools.pairwise(states), weights, strict=True):
             old, new = before.get(key, NOTHING_LOGGED), after.get(key)
+            # By identity: a value that was logged again may be equal.
             if new is not None and (new.by_step is not old.by_step or new.total is not old.total):
                 changes.append((old, new))
                 counts.append(weight)
@@ -259,10 +265,10 @@ def _reduced(meta: Any, values: Sequence[Any], weights: Sequence[float | None]) 
 
 
 def reject_step_sync(results: Any) -> None:
-    """Reject values that are averaged over the ranks while they are logged by step.
+    """Reject values that are logged by step and averaged over the ranks at once.
 
     Raises:
-        ConflictError: There is one: a rank that computes a batch again would wait for the others forever.
+        ConflictError: A value is: a rank that repeats a batch would wait for the others forever.
     """
     for metric in results.values():
         if metric.meta.on_step and metric.meta.sync.should:

@@ -1,18 +1,19 @@
-"""The micro-batch size of a run: fixed, halved when memory runs out, or found by trying sizes.
+"""The micro-batch size of a run: fixed, halved when memory runs out, or found by a search.
 
-When a micro-batch does not fit, everything that the step has changed (random states, buffers, metrics,
-gradients) is restored and the step is computed again from its first sample in half the size. The result
-equals to the bit that of a run with this size from the start. In a step of several batches the earlier ones
-are computed again too, without logging anything twice.
+When a micro-batch does not fit, everything that the step has changed is restored: random states, buffers,
+metrics and gradients. The step is then computed again from its first sample with half the size. The result is
+bit-identical to a run that started with this size. If the step has several batches, the earlier ones are
+computed again too, without logging anything twice.
 
-The search runs a size without a trace: two micro-batches before an update (gradients that are added to), the
-update (which may allocate the optimizer's state), and one more micro-batch next to that state.
+The search tries each size on the peak of a real step, and undoes it: two micro-batches (so that gradients are
+added to existing ones), the update (which may allocate the optimizer's state), and another micro-batch while
+that state is in memory.
 
-Under DDP a rank that runs out of memory in the backward pass would leave the others waiting there, and its
-own reducer in an undefined state. So with `auto` every micro-batch runs without collectives, a rank that
-retries only takes longer, and the gradients are averaged at the end of the step, in buckets like DDP's. Then
-all ranks agree on the size. The result is DDP's: a parameter that no rank has used keeps no gradient, and
-buffers are the first rank's.
+Under DDP, a rank that runs out of memory in the backward pass would leave the others waiting, and its own
+reducer in an undefined state. So with `auto`, every micro-batch runs without collectives, and a rank that
+retries only takes longer. At the end of the step, the gradients are averaged in buckets, as DDP does, and all
+ranks agree on the size. The result matches DDP: a parameter that no rank used gets no gradient, and buffers
+are the first rank's.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from lightning_eff.microbatching.window import Window
 FIXED_SIZE = Remedy("callbacks.micro_batch.micro_batch_size=8", "MicroBatch(micro_batch_size=8)")
 AUTO = "micro_batch_size=auto on several ranks"
 BUCKET_BYTES = 25 * 2**20
-"""As in DDP; a larger gradient is a bucket of its own, and is averaged in place."""
+"""DDP's default; a larger gradient gets its own bucket, and is averaged in place."""
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private, as of torch 2.13
 TOO_FEW = "Expected more than 1 value per channel"
-"""The error of a batch norm for a single sample, after which a size, or its remainder, does not fit."""
+"""A batch norm's error for a single sample; the search counts the size (or its remainder) as not fitting."""
 RunPart = Callable[..., Any]
-"""Runs forward and backward pass of a micro-batch, and returns its output without the graph.
+"""Runs the forward and backward pass of a micro-batch, and returns its output without the graph.
 
-`run_part(part, batch_samples, is_first=..., is_last=...)`: the `MicroBatchPart`, whether it is the first and
-the last of its batch, and the samples of this batch (None if unknown, 0 if only those of its slices are).
+Called as `run_part(part, batch_samples, is_first=..., is_last=...)`. `batch_samples` is the number of samples
+in the whole batch: None if unknown, 0 if only the numbers of its slices are unknown.
 """
 PartOutputs = list[tuple[MicroBatchPart, Any]]
 """The micro-batches of a batch, with what `RunPart` returned for each."""
@@ -73,21 +74,21 @@ class Halving:
 
 @dataclass
 class MicroBatchSize:
-    """The current size, in samples, how it is chosen, and its history."""
+    """The current size in samples, how it is chosen, and its history."""
 
-    current: int | None  # None for the full batch until it does not fit
-    is_auto: bool  # halve it when memory runs out; else the error is raised unchanged
-    splitter: Splitter | None = None  # splits batches in place of `splitting.split`'s own rules
-    keep: tuple[str, ...] = ()  # what is not cut, as in `splitting.split`
-    headroom: float = 0.1  # fraction of the device's memory that a size must leave free to be found
+    current: int | None  # None for full batches
+    is_auto: bool  # whether to halve it when memory runs out; otherwise the error is raised unchanged
+    splitter: Splitter | None = None  # replaces the rules of `splitting.split`
+    keep: tuple[str, ...] = ()  # values that are not split, as in `splitting.split`
+    headroom: float = 0.1  # fraction of the device's memory that the search leaves free
     halvings: list[Halving] = field(default_factory=list[Halving])
-    tried: dict[int, bool] = field(default_factory=dict[int, bool])  # whether a size fits, of the last search
+    tried: dict[int, bool] = field(default_factory=dict[int, bool])  # size -> fits, in the last search
     num_split: int = 0  # batches that were split
     largest: int = 0  # samples of the largest batch so far
-    max_parts: int | None = None  # run the first and the last of more micro-batches, as a prediction does
+    max_parts: int | None = None  # if a batch has more micro-batches, skip the middle ones (for predictions)
 
     def num_samples(self, batch: Any) -> int | None:
-        """Count the samples of a batch, by its splitter if there is one; None if they cannot be counted."""
+        """Count the samples of a batch, with the splitter if one is set; None if they cannot be counted."""
         if self.splitter is None:
             return splitting.num_samples(batch, self.keep)
         return len(splitting.split(batch, 1, self.splitter))
@@ -104,9 +105,10 @@ class MicroBatchSize:
         """Continue with half the size after an out-of-memory error.
 
         Args:
-            num_samples: Of the batch that did not fit.
-            error: Raised with a note if there is nothing smaller.
+            num_samples: Samples of the batch that did not fit; None if unknown.
+            error: The out-of-memory error; raised with a note if no smaller size exists.
         """
+        # A batch smaller than the current size was run as a whole.
         tried = min(self.current or num_samples, num_samples) if num_samples else self.current
         if tried is None:
             error.add_note("the batch has no countable samples, so it was not halved: pass a splitter")
@@ -120,13 +122,13 @@ class MicroBatchSize:
 
 
 def kept_names(keep: str | Sequence[str | int] | None, splitter: Splitter | None) -> tuple[str, ...]:
-    """Write the names and positions that are not cut as strings.
+    """Return the names and positions in `keep` as strings.
 
     Raises:
-        ConfigError: A name is empty, or there is a splitter, which returns whole batches itself.
+        ConfigError: A name is empty, or a splitter is set, which builds complete micro-batches itself.
     """
     if keep and splitter is not None:
-        allowed = "None with a splitter, which decides itself what each micro-batch has"
+        allowed = "None with a splitter, which builds complete micro-batches itself"
         raise ConfigError(key="keep", value=keep, allowed=allowed)
     names = tuple(map(str, [keep] if isinstance(keep, str) else keep or ()))
     if not all(name.strip(". ") for name in names):
@@ -135,10 +137,10 @@ def kept_names(keep: str | Sequence[str | int] | None, splitter: Splitter | None
 
 
 def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
-    """Find the largest micro-batch size that fits, by bisection; one that was tried.
+    """Find the largest micro-batch size that fits, by bisection. The result has been tried.
 
     Args:
-        fits: Runs a size, without a trace.
+        fits: Tries a size, and undoes every change.
         max_size: Samples of the batch that is split.
 
     Raises:
@@ -151,7 +153,8 @@ def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
     """
     if fits(max_size):
         return max_size
-    # Memory grows with the size: where one fits, smaller ones do, so as many sizes fit as the largest says.
+    # Memory grows with the size, so sizes 1 to n fit and larger ones do not. Bisection finds the index of the
+    # first size that does not fit; in the list 1, 2, ... this index equals n.
     largest = bisect.bisect_left(range(1, max_size), 1, key=lambda size: not fits(size))
     if not largest:
         raise MemoryError("not even a micro-batch of one sample fits")
@@ -169,14 +172,14 @@ class _Batch:
 
 
 class OomRetry:
-    """Runs the batches of a step in micro-batches that fit. One object serves step after step.
+    """Runs the batches of a step in micro-batches that fit. One object serves all steps of a run.
 
     Args:
         micro_batch_size: The current size.
         window: Scales the losses of the step.
-        snapshot: Of what a step changes besides parameters and gradients; used if the size is `auto`.
+        snapshot: Keeps the state that a step changes besides parameters and gradients; used with `auto`.
         model: The trained model, wrapped by DDP or not.
-        device: Where it is.
+        device: The model's device.
     """
 
     def __init__(
@@ -194,7 +197,7 @@ class OomRetry:
         self._device = device
         is_ddp = isinstance(model, DistributedDataParallel)
         self.replica = model if is_ddp and micro_batch_size.is_auto else None
-        """Set if this rank's gradients are averaged at the end of a step, in place of by DDP."""
+        """The DDP module if gradients are averaged here at the end of a step, not by DDP; else None."""
         self._num_updates = 0
         self.begin()
 
@@ -212,14 +215,15 @@ class OomRetry:
         self._num_halvings = len(self._size.halvings)
 
     def run(self, batch: Any, run_part: RunPart, position: int) -> PartOutputs:
-        """Run one batch of the step, by its position from 0, and return its micro-batches with their outputs.
+        """Run the batch at a position of the step (from 0); return its micro-batches with their outputs.
 
-        The list changes later on, if a later batch of the step does not fit and this one is run again.
+        If a later batch of the step does not fit, this one is run again and the returned list is updated.
         """
         size = self._size
         del self._earlier[position:]  # an optimizer may evaluate its closure again
         current = _Batch(batch, run_part, _versions(batch) if size.is_auto else [])
-        # After `finish` an optimizer evaluates its closure again, when its parameters have changed: no retry.
+        # A run after `finish` is another evaluation of the optimizer's closure. The parameters have changed
+        # since the snapshot, so this one cannot be retried.
         if self._is_finished or not size.is_auto:
             try:
                 current.outputs = self._run_parts(current)
@@ -237,11 +241,12 @@ class OomRetry:
         return current.outputs
 
     def _run_until_it_fits(self, current: _Batch) -> PartOutputs:
-        """Run a batch; in further attempts the earlier batches of the step too, without logging again."""
+        """Run a batch; on a retry, first run the earlier batches of the step again, without logging twice."""
         is_retry = False
         while True:
             try:
                 if is_retry:
+                    # Their gradients are part of the window, and were undone with it.
                     for earlier in self._earlier:
                         earlier.outputs[:] = self._run_parts(earlier)
                     self._snapshot.restore_visible()
@@ -250,14 +255,14 @@ class OomRetry:
                 if not is_out_of_memory(error):
                     raise
                 self._size.halve(self._size.num_samples(current.batch), error)
-            # Only here, outside of the handler, are the error and the frames that it held gone.
+            # Outside the handler: the error keeps the failed pass's frames, and so its tensors, alive.
             self._undo(current)
             free_memory(self._device)
             is_retry = True
 
     def _run_parts(self, current: _Batch) -> PartOutputs:
         parts = self._size.split(current.batch, self._size.current)
-        # The sum over the slices, since a splitter may make more or fewer samples than the batch had.
+        # Sum over the slices: a splitter may return more or fewer samples than the batch had.
         counts = [part.num_samples for part in parts if part.num_samples is not None]
         uncounted = None if len(parts) == 1 else 0
         batch_samples = sum(counts) if len(counts) == len(parts) else uncounted
@@ -279,13 +284,14 @@ class OomRetry:
             )
 
     def finish(self) -> None:
-        """Average the gradients over the ranks, agree on the size of the next step, and free the batches."""
+        """Average the gradients over the ranks, agree on the next step's size, and free the batches."""
         self._earlier = []
         self._is_finished = True
         if self.replica is not None:
             was_halved = len(self._size.halvings) > self._num_halvings
             if average_gradients(self.replica, also=float(was_halved)):
-                # On any rank: all of them continue with the smallest size.
+                # Any rank that halved makes all ranks continue with the smallest size.
+                # `largest` stands for full batches.
                 self._size.current = int(smallest(self._size.current or self._size.largest, self.replica))
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -296,13 +302,13 @@ class OomRetry:
         return atomic_update(optimizer, self._device, is_first=self._num_updates == 1)
 
     def find(self, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer) -> None:
-        """Find and set the largest size, up to the full batch; on several ranks up to the smallest one.
+        """Find and set the largest size that fits, up to the full batch (on several ranks, the smallest one).
 
-        All ranks try the same sizes at the same time, and a size fits if it fits on each of them.
+        All ranks try the same sizes at the same time; a size fits if it fits on every rank.
 
         Args:
-            batch: Is split.
-            run_part: Runs forward and backward pass of a micro-batch.
+            batch: The batch to split.
+            run_part: Runs the forward and backward pass of a micro-batch.
             optimizer: Steps once per trial.
 
         Raises:
@@ -321,15 +327,16 @@ class OomRetry:
     def _fits(
         self, size: int, *, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer
     ) -> bool:
-        """Run one size; return whether it fits and leaves the headroom, on all ranks."""
+        """Try one size; return whether it fits and leaves the headroom on all ranks."""
         fits = True
         with self._without_trace(optimizer):
             allocator.reset_peak(self._device)
             try:
                 parts = self._size.split(batch, size)
-                # Two, for gradients that are added to, and the last, which may have another shape.
+                # Two, so that gradients are added to existing ones; and the last, whose shape may differ.
                 for part in (parts[0], parts[1] if len(parts) > 1 else parts[0], *parts[2:][-1:]):
                     run_part(part)
+                # The first step allocates the optimizer's state, which the size has to leave room for.
                 step: Any = optimizer.step
                 closure = inspect.signature(step).parameters.get("closure")
                 step(*([lambda: torch.zeros(())] if closure is not None else []))
@@ -349,9 +356,10 @@ class OomRetry:
 
     @contextmanager
     def _without_trace(self, optimizer: Optimizer) -> Generator[None]:
-        """Restore everything afterwards; hide the passes from counters, and the update from step hooks."""
+        """Restore everything on exit; hide the passes from operation counters, the update from step hooks."""
         parameters = list(self._model.parameters())
         current = [parameter.grad for parameter in parameters]
+        # On the CPU, so that the trials have the memory of a real step.
         gradients = [None if grad is None else grad.detach().to("cpu", copy=True) for grad in current]
         optimizer_snapshot = OptimizerSnapshot(optimizer)
         self._snapshot.keep()
@@ -377,7 +385,7 @@ class OomRetry:
 
 
 def _versions(batch: Any) -> list[int]:
-    """Note how often each tensor of a batch was changed in place, as torch counts it."""
+    """Return torch's counts of in-place changes for the tensors of a batch."""
     return [version(value) for _, value in splitting.flatten(batch)[0] if isinstance(value, Tensor)]
 
 

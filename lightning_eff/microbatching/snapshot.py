@@ -1,16 +1,19 @@
 """Undo a training step, or an optimizer's update, so that a second attempt runs as if it were the first.
 
-`StepSnapshot`: random states (torch on the CPU and on the device, Python, NumPy, and generators that a module
-holds), buffers, torchmetrics' states, what Lightning has logged, and of each module its attributes and the
-items of its lists (`self.count += 1`, `self.losses.append(...)`). Not kept: changes to custom objects, files
-and the batch. A frozen parameter that a step changes in place (a momentum encoder) is an error, since it
-would change once per micro-batch.
+`StepSnapshot` keeps:
 
-`OptimizerSnapshot`: parameters, gradients and optimizer state, in host memory. `atomic_update` takes one
-around an update, where memory may run out when half of the parameters are updated: around each on a CPU, and
-on other devices around the first, which allocates the optimizer's state, since copying everything to the host
-takes longer than a step. An optimizer that evaluates its closure more than once in a step (LBFGS) is not
-retried.
+- random states: torch on the CPU and on the device, Python, NumPy, and generators that modules hold;
+- buffers, the states of torchmetrics, and the values that Lightning has logged;
+- every module's attributes and the items of its lists (`self.count += 1`, `self.losses.append(...)`).
+
+It does not keep changes to custom objects, files and the batch. A step that changes a frozen parameter in
+place (a momentum encoder) is an error, because the change would happen once per micro-batch.
+
+`OptimizerSnapshot` keeps parameters, gradients and optimizer state in host memory. `atomic_update` takes one
+before an update, in which memory may run out after half of the parameters are updated. On a CPU it does so
+for every update. On other devices it does so only for the first, which allocates the optimizer's state:
+copying everything to the host takes longer than a step. An optimizer that evaluates its closure more than
+once in a step (LBFGS) is not retried.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.report.live_bytes import tensors_in
 
 MAX_LIST_ITEMS = 1000
-"""Items of a list above which only its length is kept."""
+"""A list with more items is restored by cutting it to its former length."""
 
 
 class StepSnapshot:
@@ -41,7 +44,7 @@ class StepSnapshot:
 
     Args:
         module: The model.
-        device: Whose random state is kept, next to the CPU's.
+        device: The device whose random state is kept in addition to the CPU's.
         logged: Lightning's collection of logged values; None without a Trainer.
     """
 
@@ -53,9 +56,9 @@ class StepSnapshot:
         self._logged: Any = logged if logged is not None else {}
 
     def keep(self) -> None:
-        """Keep the state as it is now."""
+        """Copy the current state."""
         modules = list(self._module.modules())
-        # torch keeps buffers in `_buffers`, the ones that are None too.
+        # Read from `_buffers`, which includes the buffers that are None.
         self._registered = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in modules]
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._others: list[tuple[str, Tensor, int]] = []
@@ -64,7 +67,7 @@ class StepSnapshot:
                 continue
             for name, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
                 is_copied = tensor.layout == torch.strided and not tensor.is_inference()
-                if is_copied:  # but elements that share memory cannot be copied back
+                if is_copied:  # an expanded tensor (stride 0) has shared elements, which `copy_` rejects
                     axes = zip(tensor.stride(), tensor.shape, strict=True)
                     is_copied = all(stride or size <= 1 for stride, size in axes)
                 if is_copied:
@@ -78,16 +81,17 @@ class StepSnapshot:
         self.keep_visible()
 
     def keep_visible(self) -> None:
-        """Keep what was logged, counted and collected as it is now; the rest stays as it was kept."""
+        """Copy only what the user can see: logged values, attributes, lists and metrics."""
         self._logged_before = dict(self._logged)
         owners: list[Any] = [*self._module.modules(), *self._logged.values()]
         self._attributes = [(vars(owner), dict(vars(owner))) for owner in owners]
+        # Lists are attributes that steps append to, for example outputs to be averaged later.
         values = [value for _, attributes in self._attributes for value in attributes.values()]
         self._lists = [
             (value, len(value), value[:MAX_LIST_ITEMS]) for value in values if isinstance(value, list)
         ]
         metrics: list[Any] = [owner for owner in owners if isinstance(owner, Metric)]
-        # `_defaults` names a metric's states, in torchmetrics 1.x.
+        # The keys of `_defaults` are the names of a metric's states, in torchmetrics 1.x.
         states = [vars(metric).get(name) for metric in metrics for name in metric._defaults]  # noqa: SLF001
         self._states = [(state, state.detach().clone()) for state in states if isinstance(state, Tensor)]
 
@@ -97,11 +101,12 @@ class StepSnapshot:
         Raises:
             RuntimeError: A frozen parameter, or a buffer that could not be copied, has changed.
         """
-        for current, registered in self._registered:  # a failed attempt may have registered or replaced some
+        for current, registered in self._registered:  # a failed attempt may have added or replaced buffers
             current.clear()
             current.update(registered)
         with torch.no_grad():
-            for buffer, values in self._copies:  # whatever the version: batch norms write without counting
+            # Regardless of the version: batch norms change their buffers without increasing it.
+            for buffer, values in self._copies:
                 buffer.copy_(values)
         random_states.restore(self._random, self._device, self._generators)
         self.restore_visible()
@@ -117,30 +122,30 @@ class StepSnapshot:
             )
 
     def restore_visible(self) -> None:
-        """Restore what was logged, counted and collected."""
+        """Restore logged values, attributes, lists and metrics."""
         self._logged.clear()
         self._logged.update(self._logged_before)
         for attributes, before in self._attributes:
             attributes.clear()
             attributes.update(before)
         for tensor, values in self._states:
-            tensor.data = values.clone()  # the tensor object stays: others may hold it
+            tensor.data = values.clone()  # keeps the tensor object, which other code may reference
         for items, length, before in self._lists:
             if length <= MAX_LIST_ITEMS:
                 items[:] = before
-            del items[length:]  # a longer list only grows
+            del items[length:]  # lists longer than MAX_LIST_ITEMS are assumed to only grow
 
 
 @runtime_checkable
 class SharesState(Protocol):
-    """An optimizer that wraps others, which hold references to the same state."""
+    """An optimizer that wraps other optimizers, which hold references to its state."""
 
     share_state: Callable[[], None]
     """Pass the current state and groups on to the wrapped optimizers."""
 
 
 class OptimizerSnapshot:
-    """Keeps parameters, gradients and state of an optimizer whose update may be undone."""
+    """Keeps an optimizer's parameters, gradients and state, so that an update can be undone."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -149,11 +154,14 @@ class OptimizerSnapshot:
         self._groups: list[dict[str, Any]] = _copied(options)
         self._state = {key: _copied(value) for key, value in optimizer.state.items()}
         parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
-        # No update changes a frozen parameter, and to write it would look as if the step had.
+        # No update changes a frozen parameter. Writing to it would increase its version, which StepSnapshot
+        # reads as a change by the step.
         parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         tensors = [*parameters, *gradients, *tensors_in([*options, *optimizer.state.values()])]
+        # Each tensor once, even if groups or states share it.
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        # On the CPU, since the device's memory is what may run out.
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     def restore(self) -> None:
@@ -179,7 +187,7 @@ def _copied(value: Any) -> Any:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free what a failed attempt has left: reference cycles that hold tensors, and the allocator's cache."""
+    """Free the leftovers of a failed attempt: tensors in reference cycles, and the allocator's cache."""
     gc.collect()
     if allocator.has_cache(device):
         allocator.empty_cache(device)
@@ -187,13 +195,15 @@ def free_memory(device: torch.device) -> None:
 
 @contextmanager
 def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool) -> Generator[None]:
-    """Make the optimizer's next `step`, whoever calls it, happen completely or not at all.
+    """Make the optimizer's next `step` atomic: it updates all parameters or none.
 
     Args:
         optimizer: Its `step` is replaced inside the context.
-        device: Where the parameters are.
-        is_first: Whether this is its first update, which allocates its state.
+        device: The parameters' device.
+        is_first: Whether this is the first update, which allocates the optimizer's state.
     """
+    # Later updates need no more memory than the first one. On a CPU, however, another process may have taken
+    # it.
     if not is_first and device.type != "cpu":
         yield
         return
@@ -221,7 +231,10 @@ def _step_atomically(
     keywords: dict[str, Any],
     device: torch.device,
 ) -> Any:
-    """Step, twice if need be: the snapshot is taken after the closure, whose own errors are not retried."""
+    """Step, and retry once if memory runs out in the update.
+
+    The snapshot is taken after the closure has run: an error inside the closure is not retried here.
+    """
     closure: Any = keywords.get("closure", args[0] if args else None)
     snapshot: OptimizerSnapshot | None = None
     num_evaluations, loss, is_retry = 0, None, False
@@ -229,8 +242,8 @@ def _step_atomically(
     def evaluate() -> Any:
         nonlocal snapshot, num_evaluations, loss
         if is_retry:
-            return loss  # the gradients are those of the first evaluation
-        snapshot = None  # memory that runs out in the closure is not the update's
+            return loss  # the snapshot restored the gradients of the first evaluation
+        snapshot = None  # an out-of-memory error in the closure is not the update's: do not retry
         num_evaluations += 1
         loss = closure()
         snapshot = OptimizerSnapshot(optimizer) if num_evaluations == 1 else None
@@ -252,6 +265,6 @@ def _step_atomically(
             if is_retry:
                 error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
                 raise
-        # Outside of the handler the error is gone, and with it the frames that hold temporaries.
+        # Outside the handler: the error keeps the failed update's frames, and so its temporaries, alive.
         free_memory(device)
         is_retry = True

@@ -1,15 +1,15 @@
 """Split a batch into micro-batches along its samples.
 
-A batch is whatever torch's pytree walks through (dicts, lists, tuples, named tuples), and other mappings
-(tokenizers' encodings) and dataclasses, with values in them:
+A batch may be nested in the containers of torch's pytree (dicts, lists, tuples, named tuples), other mappings
+(tokenizers' encodings) and dataclasses. The values in these containers are split by type:
 
-- Tensors and arrays are cut along their first dimension, lists of texts or numbers by their items. All must
+- Tensors and arrays are split along their first dimension, lists of texts or numbers by their items. All must
   have the same number of samples.
-- Numbers, texts, 0-d tensors and what `keep` names (class weights, positions, a graph) go to every
-  micro-batch whole.
+- Numbers, texts, 0-d tensors and the values named in `keep` (class weights, positions, a graph) go to every
+  micro-batch unsplit.
 - Anything else is rejected, since any split would be a guess: pass a `splitter`.
 
-Slices are views; containers are new in each micro-batch.
+Slices are views; each micro-batch has new containers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from lightning_eff.core.errors import ConfigError, list_remedy
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Splits a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""
 PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
-"""Types of values that belong to no sample, or are samples as the items of a list."""
+"""Types that hold no tensor: one of these values is shared by all samples, in a list each is one sample."""
 MAX_INSPECTED = 256
-"""Values of a list that are inspected for tensors: a list may hold a million numbers."""
+"""Items of a list that are inspected for tensors: a list may hold a million numbers."""
 Values = list[tuple[KeyPath, Any]]
 """The values in a batch's containers, with their paths."""
 Build = Callable[[Iterator[Any]], Any]
-"""Builds a batch in new containers, of other values in the order of `Values`."""
+"""Rebuilds a batch in new containers from new values, in the order of `Values`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class MicroBatchPart:
 
 
 class AmbiguousBatchError(Exception):
-    """The samples of a batch cannot be counted or cut; `odd` names what differs from the first of them."""
+    """The samples of a batch cannot be counted or split; `odd` names values whose size differs."""
 
     def __init__(self, text: str, odd: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -57,12 +57,13 @@ class AmbiguousBatchError(Exception):
 
 
 def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
-    """Take a batch apart: list its values with their paths; a list of texts or numbers is one value."""
+    """Flatten a batch into its values with their paths; a list of texts or numbers is one value."""
     keyed, spec = tree_flatten_with_path(batch, is_leaf=_is_value)
     values: Values = []
     builders: list[Build] = []
     for keys, value in keyed:
         here = (*path, *keys)
+        # Pytree stops at other containers, such as dataclasses: they are flattened here.
         fields = _fields(value)
         inner, build = ([(here, value)], next) if fields is None else flatten(fields, here)
         values += inner
@@ -71,7 +72,7 @@ def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
 
 
 def _fields(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a container of a batch that torch's pytree takes for a value."""
+    """Return the items of a container that torch's pytree treats as a leaf; None for a real leaf."""
     if isinstance(value, MutableMapping):
         mapping: MutableMapping[Any, Any] = value
         return dict(mapping)
@@ -92,11 +93,11 @@ def _refilled(container: Any, build: Build, new: Iterator[Any]) -> Any:
 
 
 def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
-    """Count the samples of a batch; None if its tensors disagree, or it has none.
+    """Count the samples of a batch; None if it has no tensors, or they disagree.
 
     Args:
-        batch: Of any kind.
-        keep: As in `split`: what it names is not counted.
+        batch: A batch of any type.
+        keep: Names of values that are not counted, as in `split`.
 
     Raises:
         ConfigError: The batch lacks a name in `keep`.
@@ -126,10 +127,10 @@ def split(
     Args:
         batch: Tensors in containers; samples lie along the first dimension.
         micro_batch_size: Samples of a micro-batch, at least 1; None for one micro-batch, of any batch.
-        splitter: Used in place of the built-in rule.
-        keep: What every micro-batch gets whole: names at any depth, or paths from the outside, of names and
-            positions with dots between them (`1`, `targets.weights`).
-        owner: Whose settings these are, as an override's prefix and as a class.
+        splitter: Replaces the built-in rules.
+        keep: Values that every micro-batch gets unsplit: names at any depth, or paths from the root of the
+            batch. A path joins names and positions with dots (`1`, `targets.weights`).
+        owner: The technique that has these settings: its override prefix and its class name, for messages.
 
     Raises:
         ConfigError: The batch is ambiguous or lacks a name in `keep`, or the splitter returned nothing.
@@ -147,10 +148,12 @@ def split(
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
     count = None if keep else _rows(batch)
+    # New containers, even for a full batch: `training_step` may change them, and a retry needs the original.
     if count is not None and (micro_batch_size is None or micro_batch_size >= count):
         return [MicroBatchPart(batch if isinstance(batch, Tensor) else batch.copy(), count)]
     try:
         values, build = flatten(batch)
+        # `is_cut` holds the paths of the values with one row per sample.
         total, is_cut = _count(values, keep)
         if micro_batch_size is None or micro_batch_size >= total:
             return [MicroBatchPart(build(value for _, value in values), total)]
@@ -167,20 +170,20 @@ def split(
 
 
 def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:
-    """Average what micro-batches have by their samples or weights; an unknown one (None) counts 1."""
+    """Return the mean of the micro-batches' values, weighted by samples or weights; None counts as 1."""
     known = [1.0 if weight is None else float(weight) for weight in weights]
     if len(values) == 1 or not any(known):
         return values[0]
     total = sum(known)
-    # A mean over nothing is NaN, and so is NaN times 0: such values are left out.
+    # A mean over no samples is NaN, and NaN * 0 is NaN: values of weight 0 must not enter the sum.
     return sum(value * (weight / total) for value, weight in zip(values, known, strict=True) if weight)
 
 
 def _rows(batch: Any) -> int | None:
-    """Count the samples of the usual batches, 30 us sooner: a tensor, or a list or dict of tensors.
+    """Count the samples of common batches (a tensor, or a list or dict of tensors), saving 30 us per batch.
 
     Returns:
-        None for any other, for tensors that disagree, and for none.
+        The number of samples; None for other batches, without tensors, or if the tensors disagree.
     """
     is_dict, is_list = type(batch) is dict, type(batch) is list
     values: Any = batch.values() if is_dict else batch if is_list else (batch,)
@@ -189,7 +192,7 @@ def _rows(batch: Any) -> int | None:
 
 
 def _count(values: Values, keep: Sequence[str]) -> tuple[int, Collection[KeyPath]]:
-    """Find the number of samples, and the paths of the values that have them.
+    """Find the number of samples, and the paths of the values to split.
 
     Raises:
         AmbiguousBatchError: The values disagree, or one has an unknown type.
@@ -214,7 +217,8 @@ def _count(values: Values, keep: Sequence[str]) -> tuple[int, Collection[KeyPath
         elif not isinstance(value, PLAIN):
             kind = type(value).__name__
             raise AmbiguousBatchError(f"{_shown(path)} has type {kind}, which only a splitter can cut")
-    # Lists alone are ambiguous: samples or, as DataLoader collates pairs of texts, fields.
+    # Lists without tensors are ambiguous: their items may be samples, or fields (DataLoader collates pairs of
+    # texts into a list of two fields).
     if not has_array or len({*counts.values()}) != 1:
         shown = [f"{_shown(path)} has {count}" for path, count in counts.items()]
         odd = [_dotted(path) for path, count in counts.items() if count != next(iter(counts.values()))]
@@ -235,23 +239,23 @@ def _slices(values: Values, is_cut: Collection[KeyPath], first: int, last: int) 
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value may have samples: a tensor, a NumPy array, a TensorDict."""
+    """Return whether a value may have samples: a tensor, a NumPy array, a TensorDict."""
     return isinstance(value, Tensor) or (hasattr(value, "ndim") and hasattr(value, "__getitem__"))
 
 
 def _is_value(node: Any) -> bool:
-    """Whether torch's pytree is to stop here: at a list of texts or numbers, and what is no container."""
+    """Return whether torch's pytree should stop at a node: a list of texts or numbers, or no container."""
     if type(node) in (list, tuple) and node:
         return all(isinstance(value, PLAIN) for value in itertools.islice(tree_iter(node), MAX_INSPECTED))
-    # A packed sequence is a named tuple, of which no field has a row per sample.
+    # A packed sequence is a named tuple, but none of its fields has one row per sample.
     return isinstance(node, (torch.Size, PackedSequence))
 
 
 def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
-    """Whether a list on the path holds samples, whose first dimensions are not the batch's.
+    """Return whether a list on the path holds samples, so that tensors in it have no batch dimension.
 
-    Its first item shows it: a dict (the targets of an image; outermost, dicts may be the batches of several
-    loaders), or a number or text next to tensors (an image and its label).
+    The list's first item shows this: a dict (the targets of one image), or a number or text next to tensors
+    (an image and its label). Dicts in the outermost list may be the batches of several loaders instead.
     """
     is_scalar = isinstance(value, PLAIN) or (_is_array(value) and not value.ndim)
     return any(
@@ -262,7 +266,7 @@ def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
 
 
 def _is_kept(name: str, path: str) -> bool:
-    """Whether a name is in a path, or a path leads to it; a position does so only from the outside."""
+    """Return whether `name` is a prefix of the path, or (unless it is a position) any part of it."""
     return f"{path}.".startswith(f"{name}.") or (not name.isdigit() and name in path.split("."))
 
 
@@ -276,7 +280,7 @@ def _check_names(keep: Sequence[str], values: Values) -> None:
 
 
 def _dotted(path: KeyPath) -> str:
-    """Write a path as `keep` has it: torch's object for each step holds a key, a position or a name."""
+    """Return a path in the notation of `keep`: each of torch's key objects has a key, position or name."""
     steps: Any = path
     return ".".join(str(getattr(step, dataclasses.fields(step)[0].name)) for step in steps)
 

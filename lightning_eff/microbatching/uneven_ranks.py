@@ -1,4 +1,4 @@
-"""Ranks whose loaders give different numbers of batches: streams, WebDataset, shards of different sizes.
+"""Ranks whose loaders return different numbers of batches: streams, WebDataset, shards of different sizes.
 
 Where the lengths of the loaders are not known to be equal, the ranks agree before each batch which of them
 have one: an all-reduce of two numbers. A rank without a batch computes its last one again, with weight 0,
@@ -41,7 +41,7 @@ HAS_MORE, HAS_LAST, IS_OVER = 0, 1, 2
 
 
 class UnevenRanks:
-    """Lets ranks train on what each of them has.
+    """Lets every rank train on all of its batches.
 
     Args:
         trainer: Runs on several ranks.
@@ -50,9 +50,9 @@ class UnevenRanks:
     is_on = False
     """Whether the training loaders of the ranks may differ in length."""
     is_idle = False
-    """Whether this rank has no batch at the moment, while another one has."""
+    """Whether this rank has no current batch, but another rank has."""
     has_idle = False
-    """Whether any rank has none."""
+    """Whether any rank has no current batch."""
     done = False
     """Whether no rank has another batch after the current one, as Lightning asks a fetcher."""
 
@@ -63,13 +63,13 @@ class UnevenRanks:
 
     @property
     def did(self) -> str:
-        """Return what was trained on unevenly; empty for nothing."""
+        """Return the report's text on uneven batches; empty if there were none."""
         count = self.num_batches
         plural = "es" * (count != 1)
         return f"{count} batch{plural} that not every rank had, counted by samples" if count else ""
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
-        """Return the methods of Lightning's loops that ask here for batches, and what takes their place."""
+        """Return the methods of Lightning's loops to replace: loop, method name, replacement."""
         fit_loop: Any = self._trainer.fit_loop
         return [
             (fit_loop, "setup_data", self._setup_lengths),
@@ -79,18 +79,21 @@ class UnevenRanks:
         ]
 
     def install(self) -> None:
-        """Let Lightning's loops ask here for batches."""
+        """Replace the methods of Lightning's loops."""
         for loop, name, replacement in self._replacements():
             setattr(loop, name, replacement)
 
     def uninstall(self) -> None:
-        """Undo it; a second call has no effect."""
+        """Restore the methods; a second call has no effect."""
         for loop, name, _ in self._replacements():
             vars(loop).pop(name, None)
         self._last = None
 
     def _setup_lengths(self) -> None:
-        """Make the loaders, and count with the longest rank's: schedules and validation depend on it."""
+        """Set up the loaders, and set the epoch's length to the longest rank's.
+
+        Schedules and validation intervals depend on this length.
+        """
         fit_loop: Any = self._trainer.fit_loop
         before = fit_loop._combined_loader  # noqa: SLF001
         type(fit_loop).setup_data(fit_loop)
@@ -99,12 +102,14 @@ class UnevenRanks:
             return
         is_known = all(has_known_length(each) for each in loader.flattened)
         length = float(fit_loop.max_batches)
+        # Infinity stands for unknown: it differs from every length, so ranks then agree batch by batch.
         known = length if is_known else math.inf
         (shortest, _), (longest, max_batches) = self._agree(known, length)
         self.is_on = shortest != longest or longest == math.inf
         self.has_idle = self.is_idle = False
         if max_batches == length:
             return
+        # With its own, shorter length a rank would end its epoch before the others.
         fit_loop.max_batches = int(max_batches) if math.isfinite(max_batches) else math.inf
         trainer: Any = self._trainer
         interval = trainer.val_check_interval
@@ -177,7 +182,7 @@ class UnevenRanks:
         """Return the smallest and the largest of each number over the ranks; all of them call it."""
         if not dist.is_initialized():
             return [*own], [*own]
-        # The largest is the smallest of the negative numbers.
+        # max(x) = -min(-x), so one all-reduce returns both.
         both = torch.tensor([*own, *(-number for number in own)], dtype=torch.float64)
         both = both.to(self._trainer.strategy.root_device)
         dist.all_reduce(both, op=dist.ReduceOp.MIN)
@@ -192,9 +197,9 @@ def _unwrapped(loader: Any) -> Any:
 
 
 def has_known_length(loader: Any) -> bool:
-    """Return whether a loader gives as many batches as its length says: its indices are torch's samplers'."""
+    """Return whether a loader's length is reliable: map-style data with samplers of torch or Lightning."""
     samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    # `__class__`: a wrapped sampler shows the class of the one inside.
+    # Not `type()`: a wrapped sampler reports the inner sampler's class as `__class__`.
     origins = {each.__class__.__module__.split(".")[0] for each in samplers if each is not None}
     is_indexed = not isinstance(getattr(loader, "dataset", None), (IterableDataset, type(None)))
     return is_indexed and origins <= {"torch", "lightning"} and sized_len(loader) is not None

@@ -1,22 +1,24 @@
-"""Where the gradient of an optimizer step is divided: the scale factors of its losses and gradients.
+"""The scale factors of a step's losses and gradients, which make its gradient an exact weighted mean.
 
-A window is the batches of one optimizer step. Its gradient is that of one large batch, over the micro-batches
-i of the window and over all ranks:
+A window is the batches of one optimizer step. Its gradient equals the gradient of one large batch, over the
+micro-batches i of the window and over all ranks:
 
     gradient = sum_i(w_i * g_i) / sum_i(w_i)      g_i: gradient of the mean loss of micro-batch i
 
 w_i is the weight that `training_step` returned. The sum of the weights is known only after the last backward
-pass, so the division has two factors:
+pass, so the division is done in two factors:
 
     loss_i   * w_i / reference                     `Window.scale`, before each backward pass
-    gradient * num_ranks * reference / sum_i(w_i)  `Window.correct`, once, before the gradients are clipped
+    gradient * num_ranks * reference / sum_i(w_i)  `Window.correct`, once, before gradient clipping
 
 `num_ranks` cancels the average that DDP and FSDP take over the ranks. `reference` is a power of two near one
-rank's share of the window's weight, the same on all ranks: scaled float16 gradients do not overflow, and a
-power of two does not round. Where ranks may have different numbers of batches, the samples of a micro-batch
-are its weight. Else, without weights, a sample weighs 1 and ranks count alike, without communication:
+rank's part of the window's weight, the same on all ranks. It keeps scaled float16 gradients from overflowing,
+and dividing by a power of two does not round.
 
-    loss_i   * c_i / num_batches                   c_i: samples of i per samples of the window's first batch
+If ranks may have different numbers of batches, a micro-batch's weight is its number of samples. Otherwise,
+without weights, each sample weighs 1 and all ranks count the same, without communication:
+
+    loss_i   * c_i / num_batches                   c_i: samples of i / samples of the window's first batch
     gradient * num_batches / sum_i(c_i)            1, unless a window is cut short or batches differ in size
 """
 
@@ -35,23 +37,23 @@ from torch.distributed.tensor import DTensor
 from lightning_eff.core.errors import ConflictWarning
 
 WindowState = tuple[int | None, float, float | None]
-"""What a window has counted: samples of its first batch, batches, and weight."""
+"""The counters of a window: samples of its first batch, batches, and weight."""
 UNKNOWN_SAMPLES = (
     'the samples cannot be counted: return {"loss": ..., "loss_weight": num_samples} from training_step'
 )
 
 
 class Window:
-    """Scales losses and gradients of a step, which makes accumulated micro-batches one large batch.
+    """Scales the losses and gradients of a step so that its micro-batches act as one large batch.
 
-    One object serves step after step.
+    One object serves all steps of a run.
 
     Args:
         parameters: Returns the trained parameters.
-        num_ranks: Processes whose gradients are averaged.
-        sum_over_ranks: Sums a number over them; by default over torch.distributed's default group.
-        scale_gradients: Multiplies all gradients by a number, for strategies that keep them elsewhere than in
-            `.grad` (DeepSpeed), and shard weights too.
+        num_ranks: Number of processes whose gradients are averaged.
+        sum_over_ranks: Sums a number over these processes; by default over torch.distributed's default group.
+        scale_gradients: Multiplies all gradients by a number, for strategies that shard weights and do not
+            keep gradients in `.grad` (DeepSpeed).
 
     Example:
         A step of two micro-batches, of 3 and of 1 token, in a hand-written loop:
@@ -90,11 +92,11 @@ class Window:
         self._weight: float | None = None  # sum of the weights so far; None without weights
 
     def state(self) -> WindowState:
-        """Return what was counted so far, to `restore` it before a batch is computed again."""
+        """Return the counters, for `restore` before a batch is computed again."""
         return self._first_batch_samples, self._num_counted, self._weight
 
     def restore(self, state: WindowState) -> None:
-        """Discard what was counted after `state`; the ranks have agreed on `reference`, which stays."""
+        """Reset the counters to `state`. `reference` stays, since the ranks have agreed on it."""
         self._first_batch_samples, self._num_counted, self._weight = state
 
     def scale(
@@ -108,14 +110,14 @@ class Window:
         """Count a micro-batch and return the loss to differentiate.
 
         Args:
-            loss: Its mean loss, a scalar.
-            weight: What the mean is over, for example its tokens; None for samples.
+            loss: The micro-batch's mean loss, a scalar.
+            weight: Number of items in the mean, for example tokens; None for samples.
             num_samples: Samples of the micro-batch; None if unknown.
-            batch_samples: Samples of the batch that it is a slice of; 0 if those of its slices are unknown.
+            batch_samples: Samples of the whole batch; 0 if the numbers of its slices are unknown.
 
         Raises:
-            ValueError: Some micro-batches of the window have a weight and some have none, or one of several
-                has neither a weight nor a number of samples.
+            ValueError: Only some micro-batches of the window have a weight, or one of several has neither a
+                weight nor a known number of samples.
         """
         if self._num_counted and (weight is None) is not (self._weight is None):
             raise ValueError(
@@ -123,14 +125,15 @@ class Window:
             )
         if weight is None and batch_samples == 0:
             raise ValueError(f"of the splitter's micro-batches {UNKNOWN_SAMPLES}")
+        # All micro-batches of one batch count 1 together.
         fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0  # of its batch
         if weight is None and num_samples is None and self._num_batches > 1 and not self._has_warned:
             self._has_warned = True
             text = f"each batch of a step weighs the same, also a smaller one: {UNKNOWN_SAMPLES}"
             warnings.warn(text, ConflictWarning, stacklevel=2)
         if weight is None:
-            # loss_i * n_i / (num_batches * n_first), as one division or none: full windows without weights
-            # give the bits of Lightning's `loss / accumulate_grad_batches`.
+            # loss_i * n_i / (num_batches * n_first), as a single division: a full window without weights is
+            # then bit-identical to Lightning's `loss / accumulate_grad_batches`.
             if self._first_batch_samples is None and num_samples is not None:
                 self._first_batch_samples = round(num_samples / fraction)
             first = self._first_batch_samples
@@ -142,24 +145,25 @@ class Window:
         self._num_counted += fraction
         self._weight = weight + (self._weight or 0.0)
         if not self.reference:
+            # The weight of the full window, if all batches were like this one.
             expected = weight / fraction * self._num_batches
-            # All ranks take part, in their first micro-batch and whatever its weight: later ones would not
-            # match, since ranks may have different numbers of micro-batches.
+            # A collective, so all ranks call it in their first micro-batch, even with weight 0. Later calls
+            # would not match up, since ranks may have different numbers of micro-batches.
             self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
         return loss * (weight / self.reference) if weight else self.zero_loss(loss)
 
     def correct(self) -> None:
-        """Multiply the gradients by what makes the scaled losses an exact mean; before they are clipped."""
+        """Multiply the gradients by the factor that makes them exact; call it before they are clipped."""
         if self._weight is None:
-            # num_batches * n_first / sum_i(n_i): 1 but for a window that the end of an epoch cuts short, or
-            # batches of different sizes. DDP's average over the ranks stays, so ranks count alike.
+            # num_batches * n_first / sum_i(n_i). It is 1 unless the window is cut short or batches differ in
+            # size. DDP's average over the ranks is kept, so every rank counts the same.
             factor = self._num_batches / self._num_counted if self._num_counted else 1.0
         else:
-            # num_ranks * reference / sum_i(w_i). All ranks take part in the sum, once per window.
+            # num_ranks * reference / sum_i(w_i). The sum is a collective, once per window.
             total = self._sum_over_ranks(self._weight)
             factor = self._num_ranks * self.reference / total if total else 0.0
             self.reference = _power_of_two(total / self._num_ranks) if total else 0.0
-        if abs(factor - 1.0) <= 1e-14:  # fractions of a batch add up to 1 but for the last bit
+        if abs(factor - 1.0) <= 1e-14:  # fractions of a batch add up to 1 except for rounding
             return
         if self._scale_gradients is not None:
             self._scale_gradients(factor)
@@ -169,11 +173,12 @@ class Window:
                 parameter.grad.mul_(factor)
 
     def zero_loss(self, loss: Tensor) -> Tensor:
-        """Return a loss with zero gradients, for a micro-batch of weight 0; ranks expect a backward pass.
+        """Return a loss with zero gradients, for a micro-batch of weight 0.
 
-        A mean over nothing is NaN, and so may be its gradient times 0: the parameters take its place. Where
-        they are sharded (FSDP2, ZeRO), gradients must come from the forward pass; there, torch's losses have
-        zero gradients where every target is ignored.
+        The micro-batch still needs a backward pass, in which other ranks may wait for it. A mean over no
+        items is NaN, and its gradient times 0 may be NaN too, so the loss is built from the parameters. If
+        they are sharded (FSDP2, ZeRO), gradients must come from the forward pass instead; there, torch's
+        losses have zero gradients when every target is ignored.
         """
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
         is_sharded = self._scale_gradients is not None or any(isinstance(p, DTensor) for p in trained)
@@ -215,7 +220,7 @@ def _sum_over_default_group(value: float) -> float:
 
 
 def _power_of_two(value: float) -> float:
-    """Return the power of two next to a number; 0 for 0.
+    """Return the power of two nearest to a number; 0 for 0.
 
     Example:
         >>> _power_of_two(100.0), _power_of_two(0.0)

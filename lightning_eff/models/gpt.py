@@ -224,6 +224,7 @@ class GPT(pl.LightningModule):
         """
         if tokens.shape[1] == 0:
             raise ValueError("the prompt is empty: pass at least one token")
+        # Without a key-value cache: all tokens are computed again for each new one.
         for _ in range(max_new_tokens):
             logits = self(tokens[:, -self.context_length :])[:, -1].float().cpu()
             tokens = torch.cat([tokens, next_token(logits, **options).to(tokens.device)], dim=1)

@@ -105,6 +105,7 @@ class HFCausalLM(pl.LightningModule):
         attention = None if self._attention == "auto" else self._attention
         options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": False}
         on_meta = torch.empty(0).device.type == "meta"
+        # Random weights depend on the seed at construction only, not on when a strategy builds the model.
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(self._seed)
             if not self.hparams["pretrained"]:
@@ -121,6 +122,7 @@ class HFCausalLM(pl.LightningModule):
                 except OSError as error:
                     raise ValueError(load_failure_message(name, str(error))) from error
                 num_rows = model.get_input_embeddings().num_embeddings
+                # Added rows get transformers' initial values.
                 if self._embedding_rows(num_rows) != num_rows:
                     model.resize_token_embeddings(self._embedding_rows(num_rows))
         self._attention = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
@@ -133,6 +135,7 @@ class HFCausalLM(pl.LightningModule):
 
     def _embedding_rows(self, current: int) -> int:
         """Return the number of rows that the embedding needs; never fewer than the current ones."""
+        # Never fewer rows than the checkpoint has: its tokens would lose their embedding.
         num_rows = max(current, self.hparams["vocab_size"] or 0)
         multiple = self.hparams["pad_to_multiple_of"] or 1
         return -(-num_rows // multiple) * multiple
@@ -282,7 +285,7 @@ def read_config(name: str, revision: str | None) -> Any:
 def load_failure_message(name: str, upstream_message: str) -> str:
     """Return why a model cannot be loaded and what to do, from transformers' error message."""
     if "trust_remote_code" in upstream_message:
-        reason = "needs code of its own, which is never executed: name a model that transformers has built in"
+        reason = "needs custom code, which is never executed: name a model that is built into transformers"
         return f"name={name!r} {reason}"
     offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "ON", "YES", "TRUE"}
     if offline and not Path(name).expanduser().is_dir():
@@ -309,7 +312,7 @@ def check_weights(name: str, config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
         problem = "has quantized weights: name the model that they were quantized from"
     elif irregular:
-        problem = f"has weights in what is no regular file: {irregular[0]}"
+        problem = f"has weights in {irregular[0]}, which is not a regular file"
     elif folder.is_dir() and not weights:
         problem = "has no *.safetensors\n  try: model.pretrained=false for random weights"
         if pickles:

@@ -124,6 +124,7 @@ class EfficiencyReport(pl.Callback):
                 strategy.checkpoint_io,
                 *rules.callbacks_of(trainer),
             ]
+            # In the order in which they act: precision, strategy, files, callbacks.
             self._asked = [(each, config_of(each)) for each in candidates if isinstance(each, Technique)]
 
     @override
@@ -222,8 +223,10 @@ class EfficiencyReport(pl.Callback):
         if self.meter is None:
             return
         meter, strategy = self.meter, trainer.strategy
+        # Stopped from outside: such a run did not fail.
         is_stop = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
         reason = hide_secrets(f"{type(exception).__name__}: {exception}".splitlines()[0])
+        # Before anything else allocates or frees memory.
         has_snapshot = is_out_of_memory(exception) and files.write_snapshot(meter.device, self._folder)
         self._finish(trainer, meter, status="stopped" if is_stop else "failed", reason=reason)
         self.report |= {"memory_snapshot": files.SNAPSHOT_FILE} if has_snapshot else {}
@@ -243,6 +246,7 @@ class EfficiencyReport(pl.Callback):
 
     def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
         series = meter.throughput.series() | ({} if self._logged is None else self._logged.history.series())
+        # Before the rest, so that an error below is not reported a second time by `on_exception`.
         self.meter = self._logged = None
         meter.close()
         if self.record_memory_history:

@@ -105,11 +105,13 @@ class GradientCheck(pl.Callback):
         if len(self._losses) < self._num_unread:
             self._losses.append(0.0)
             return
+        # Read together, so that the device is waited for once in `_num_unread` steps.
         for step_loss in self._losses:
             self._num_in_row = 0 if math.isfinite(float(step_loss)) else self._num_in_row + 1
         # A collective: all ranks reach it at the same steps.
         largest = torch.tensor(self._num_in_row, device=trainer.strategy.root_device)
         num_in_row = int(trainer.strategy.reduce(largest, reduce_op="max"))
+        # Never more steps than the limit allows: it is noticed in the very step that reaches it.
         self._losses[:], self._num_unread = [0.0], min(MAX_UNREAD, self.max_nonfinite_steps - num_in_row)
         if num_in_row >= self.max_nonfinite_steps:
             save_nothing_on_exception(trainer)

@@ -85,6 +85,7 @@ class Progress(ProgressBar):
     ) -> None:
         if not self._is_enabled:
             return
+        # Counting is the only work per batch; everything else happens when a line is due.
         self._num_samples += samples_and_tokens(batch)[0] * trainer.world_size
         if time.monotonic() >= self._due_s:
             self._show(trainer)
@@ -112,6 +113,7 @@ class Progress(ProgressBar):
         has_total = total not in (float("inf"), -1)
         done = step - self._begin_step
         fields = [f"step {step}/{total:.0f}" if has_total else f"step {step}"]
+        # Linear in the steps of this run only: a resumed run did not spend time on earlier steps.
         if has_total and done:
             fields.append(f"{(now - self._begin_s) / done * (total - step):.0f} s left")
         for name, value in trainer.progress_bar_metrics.items():
@@ -133,6 +135,7 @@ class Progress(ProgressBar):
         device = trainer.strategy.root_device
         now_bytes = allocator.held_bytes(device)
         self._most_bytes = max(self._most_bytes, now_bytes)
+        # On a CPU nothing records a peak, so it is the largest value seen at an update.
         most_bytes = allocator.peak_bytes(device) or self._most_bytes
         return f"memory {human_bytes(now_bytes)}, peak {human_bytes(most_bytes)}"
 

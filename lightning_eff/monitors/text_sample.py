@@ -74,6 +74,7 @@ class TextSample(pl.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         prompt = encode_prompt(data, self.prompt)
         options = {"max_new_tokens": self.num_tokens, "do_sample": True, "temperature": TEMPERATURE}
+        # By module, since a frozen part may stay in evaluation mode during training.
         modes = {child: child.training for child in pl_module.modules()}
         pl_module.eval()
         try:

@@ -170,6 +170,7 @@ class AdamWBf16(Optimizer):
         step = state["step"] = int(state.get("step", 0)) + 1
         tensors = [_local(each) for each in (parameter, gradient, *(state[name] for name in AVERAGES))]
         generator = torch.Generator(tensors[0].device)
+        # The random bits depend on seed, step, parameter and shard only, so a resumed run draws the same.
         text = f"{group['seed']} {step} {index} {_shard_of(parameter)}"
         # A digest, since CPU generators use only the low 32 bits of a seed.
         generator.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
@@ -232,7 +233,9 @@ def _adamw(
     mean = exp_avg.float().lerp_(gradient, 1 - beta1)
     square = exp_avg_sq.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     exp_avg.copy_(round_stochastically(mean, generator))
+    # The update below uses the averages before rounding: only what is stored is rounded.
     exp_avg_sq.copy_(round_stochastically(square, generator))
+    # sqrt(v / (1 - beta2^t)) + eps, in place.
     denominator = square.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
     updated = weight.float()  # the weight itself if it is float32
     updated.mul_(1 - lr * group["weight_decay"])

@@ -136,6 +136,7 @@ class CpuOffload(PerParameter):
             copy.copy_(parameter.detach())
             copy.grad = None if gradient is None else gradient.to(HOST)
             return None
+        # Kept between steps: allocating pinned memory is slow.
         if copy.grad is None or copy.grad.layout != torch.strided:
             copy.grad = torch.empty_like(copy, pin_memory=copy.is_pinned())
         if not parameter.is_cuda:
@@ -158,6 +159,7 @@ class CpuOffload(PerParameter):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the host's copies instead of the parameters, so that no state touches the device."""
+        # torch's method moves loaded state to the device of the parameters in the groups.
         on_device = [group["params"] for group in self.param_groups]
         for group, parameters in zip(self.param_groups, on_device, strict=True):
             group["params"] = [self.copies[parameter] for parameter in parameters]

@@ -134,6 +134,7 @@ class InBackward(PerParameter):
         gradients = {i: run.sizes[i] for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
         if not run.has_adamw or not gradients:
             return None
+        # At the peak one gradient is left: assume the largest.
         largest = max(gradients.values())
         freed = [index for index, num_bytes in gradients.items() if num_bytes < largest]
         return Suggestion(
@@ -171,6 +172,7 @@ class InBackward(PerParameter):
         gradient = parameter.grad
         if gradient is None or self._is_paused:
             return
+        # A second gradient means a second step of this parameter, each with a part of its gradient.
         if parameter in self._stepped:
             raise RuntimeError(
                 "a parameter has a second gradient before step() was called: from another backward pass, or"
@@ -192,6 +194,7 @@ class InBackward(PerParameter):
             self._freed_bytes = 0
         with torch.enable_grad():
             loss = closure() if closure is not None else None
+        # Parameters without a hook, or with gradients set by hand.
         for parameter in [p for p in self.copies if p not in self._stepped]:
             self.step_and_free(parameter)
         self._stepped.clear()

@@ -176,6 +176,7 @@ def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict
         options = {key: value for key, value in group.items() if key not in ("params", "hidden")}
         listed: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         parameters: list[Tensor] = [item[1] if isinstance(item, tuple) else item for item in listed]
+        # Without the mark of `build`, the number of axes decides.
         may_be_hidden = group.get("hidden") is not False
         matrices = [p for p in parameters if may_be_hidden and p.dim() == 2 and not p.is_complex()]
         present = set(matrices)

@@ -124,11 +124,13 @@ class AdvisedRecipe:
     @classmethod
     def of(cls, compose: Compose, values: Mapping[str, Any], memory: DeviceMemory) -> AdvisedRecipe:
         """Load a batch of a composed recipe; errors of the data are raised."""
+        # Data modules print, for example while downloading, and `--json` prints to stdout.
         with redirect_stdout(sys.stderr):
             return cls(compose, values, memory, ExampleBatch.of(values))
 
     def forecast(self, options: Options) -> MemoryForecast:
         """Compose with further overrides and predict the step; raise the errors that `train` would raise."""
+        # A prediction takes seconds, and the search asks for the same overrides more than once.
         if options not in self._known:
             values = self.compose(options) if options else self.values
             rules.raise_rejected(rules.verdict_on(build_trainer(values)))
@@ -162,11 +164,13 @@ class AdvisedRecipe:
             if not candidate.divides:
                 continue
             *added, last = candidate.words
+            # A recipe that already has the technique is halved from its current size.
             size: Any = samples
             if any(map(self.is_on, added)):
                 path = last.partition("=")[0].split(".")
                 size, added = functools.reduce(operator.getitem, path, self.values), []
             size = min(size, samples) if isinstance(size, int) else 1
+            # size / 2, size / 4, ..., 1.
             for power in range(1, size.bit_length()):
                 yield replace(candidate, words=(*added, last.replace(PART, str(size >> power))))
 
@@ -178,6 +182,7 @@ class AdvisedRecipe:
             until: Time of the monotonic clock after which no prediction starts.
             shows_all: Whether to include candidates that may not be chosen.
         """
+        # Candidates that divide batches are shown once, with the smallest part that is tried.
         part = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
         peak = self.forecast(before).peak
         facts = {f"peak/{holder.operation}" for holder in peak.holders} if peak is not None else set[str]()
@@ -185,6 +190,7 @@ class AdvisedRecipe:
         found: list[Saving] = []
         for each in candidates():
             is_asked_for = each.needs <= facts and (shows_all or each.is_chosen)
+            # Neither in the recipe already, nor in conflict with an override chosen before.
             is_new = not all(map(self.is_on, each.words))
             is_new &= not any(mutually_exclusive(each.words[0], word) for word in before)
             if is_asked_for and is_new and time.monotonic() < until:
@@ -242,12 +248,14 @@ def _savings_until_it_fits(recipe: AdvisedRecipe, usable_bytes: int, until: floa
     for candidate in recipe.micro_batches():
         if time.monotonic() >= until:
             break
+        # Micro-batches come first: they change neither the gradient nor the number of FLOPs.
         half = recipe.saving((), candidate)
         if half.peak_bytes is None or half.peak_bytes > (1 - MIN_HALVING) * peak_bytes:
             break
         if half.peak_bytes <= usable_bytes:
             return [half]
         peak_bytes = half.peak_bytes
+    # Greedy: add the technique that saves most on top of those chosen so far.
     chosen: list[Saving] = []
     while not chosen or (chosen[-1].peak_bytes or 0) > usable_bytes:
         options = tuple(word for saving in chosen for word in saving.words)

@@ -97,6 +97,7 @@ class DeviceMemory:
             name = f"{device.name} ({limit.name})" if limit.name else device.name
             return cls(name, memory_bytes or limit.num_bytes, taken_bytes=limit.taken_bytes)
         # Capability 0: another vendor's GPU, or one known only by its memory.
+        # An unknown GPU gets the larger workspace: too high an estimate does little harm.
         is_small = device.capability not in (0, HOPPER)
         return cls(
             device.name,
@@ -139,10 +140,12 @@ class ExampleBatch:
         rows = next(itertools.compress(leaves, is_matrix), None)
         if rows is None:
             raise ValueError("the batch has no rows of tokens")
+        # Token i of a longer row repeats token i mod length; a shorter row is cut.
         index = torch.arange(num_tokens) % rows.shape[1]
         for at, leaf in enumerate(leaves):
             axes = range(1, leaf.ndim) if isinstance(leaf, Tensor) else ()
             for axis in axes:
+                # Every axis of this length is one of tokens: a mask [batch, tokens, tokens] has two.
                 if leaf.shape[axis] == rows.shape[1]:
                     leaves[at] = leaves[at].index_select(axis, index)
         return replace(self, batch=tree_unflatten(leaves, spec))
@@ -250,6 +253,7 @@ def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
     """Raise the errors of `run.check_parts`, for a fake model, and of the data's constructor."""
     data = make("data", values["data"])
     try:
+        # Only classes and shapes matter here, and a large model would not fit in memory.
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = make("model", untrained(values["model"]))
     except Exception:  # noqa: BLE001 - a user's class may need values, and has fake ones in the prediction
@@ -271,6 +275,7 @@ def _for_one_rank(callbacks: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 def _predict(values: Mapping[str, Any], example: ExampleBatch, memory: DeviceMemory) -> Prediction:
     """Predict on one CPU, without monitors, loggers and pretrained weights."""
     one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
+    # Monitors and loggers do not change the memory of a step; sharding is computed from the result.
     changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
     changed["callbacks"] = _for_one_rank(values.get("callbacks") or {}, num_ranks(values["trainer"]))
     pl.seed_everything(values["seed"], workers=True, verbose=False)

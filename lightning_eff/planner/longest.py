@@ -66,6 +66,7 @@ def longest_sequence(recipe: AdvisedRecipe, *, granule: int = GRANULE) -> Longes
             tried[length] = forecast(values, memory, example.with_length(num_tokens))
         except PRE_RUN_ERRORS as error:
             tried[length] = MemoryForecast(Prediction(reason=reason_of(error), error=error), memory)
+        # Invariant: `low` fits (or is 0), and `high` does not (or is beyond the limit).
         low, high = (length, high) if tried[length].fits else (low, length)
         length = _next_length(tried, low, high, memory.free_bytes)
     too_long = high * granule if high in tried else None
@@ -87,6 +88,8 @@ def _next_length(tried: Mapping[int, MemoryForecast], low: int, high: int, free_
     if len(sizes) < 2:
         return min(8 * low, high - 1) if low else middle
     first, second = sorted(sizes, key=lambda length: abs(sizes[length] - free_bytes))[:2]
+    # Memory grows about linearly with the length, so the line through the two nearest sizes predicts where it
+    # meets the free memory.
     slope = (sizes[second] - sizes[first]) / (second - first)
     guess = int(first + (free_bytes - sizes[first]) / slope) if slope > 0 else high
     return min(max(guess, low + 1), high - 1)

@@ -65,6 +65,7 @@ def explain_out_of_memory(
         number, unit = request.groups()
         size = human_bytes(float(number)) if unit == "bytes" else f"{number} {unit}"
         first += f": tried to allocate {size}"
+    # The advice below needs memory for its own predictions.
     free(error)
     found: dict[str, Any] = {
         "phase": phase,
@@ -74,6 +75,7 @@ def explain_out_of_memory(
         "peak_bytes": None,
     }
     try:
+        # The recipe is built again: its output has already been shown once.
         with quietly(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             lines = _lines(phase, compose, limit, found)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
@@ -85,6 +87,7 @@ def explain_out_of_memory(
 
 def phase_of(error: BaseException) -> str:
     """Return the phase in which an error was raised, by the functions in its traceback."""
+    # From the outermost frame to the innermost, which is searched first.
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((PHASES[name] for name in reversed(names) if name in PHASES), SETUP)
 

@@ -34,8 +34,8 @@ CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
 PREDICTED = (
-    "activations are those of the predicted step, temporaries and the batch included; maxima that may not "
-    "coincide are added up"
+    "activations, temporaries and batch are from the predicted step; an upper bound, since maxima at "
+    "different times are added"
 )
 
 
@@ -82,11 +82,13 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
     scheme, world_size = own_scheme(), trainer.world_size
     choice = next((each for each in callbacks_of(trainer) if isinstance(each, OptimizerChoice)), None)
     if choice is None:
-        return ShardingTable("memory per device: not predicted with optimizer=module, which the run builds")
+        about = "memory per device: not predicted with optimizer=module, whose optimizer the run builds"
+        return ShardingTable(about)
     failure = "the model cannot be built on the meta device"
     try:
         module = model_without_memory(values, adapted_by=trainer)
         failure = "the optimizer cannot step on fake tensors"
+        # DeepSpeed casts weights itself, and its scheme counts that.
         cast = torch.float32 if scheme.own_weights else CAST.get(str(trainer.precision))
         with Fakes() as fakes, quietly():
             fake = fakes.of(module)
@@ -100,6 +102,7 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
         f"memory per device with {name_of(strategy)}, by arithmetic: {model}, {trainer.precision}; "
         f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step on each device"
     )
+    # Powers of two, and the run's own number of devices.
     counts = sorted({world_size, *(2**power for power in range(MAX_DEVICES.bit_length()))})
     shares = {devices: scheme.share(model, devices, accumulates=micro_batches > 1) for devices in counts}
     passing_bytes = None if peak is None else peak.passing_bytes

@@ -69,18 +69,20 @@ class Float8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if torch.is_grad_enabled():  # create_graph=True
-            raise NotImplementedError("float8 has no gradient of a gradient: leave these layers out by skip=")
+            raise NotImplementedError("float8 has no second derivatives: exclude these layers with skip=")
         x, weight_t = ctx.saved_tensors
         config: Any = ctx.config
         cast = functools.partial(_cast, mm_config=ctx.mm_config, config=config)
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dw_t = None
         if weight_t is not None:
+            # Gradient of x: dx [rows, K] = dy [rows, N] @ W [N, K].
             dx = _product(
                 cast(rows, config.cast_config_grad_output, GRADIENT, -1),
                 cast(weight_t, config.cast_config_weight_for_grad_input, WEIGHT, -1).t(),
             ).reshape(*dy.shape[:-1], weight_t.shape[0])
         if x is not None:
+            # Gradient of W.T: dW.T [K, N] = (dy.T [N, rows] @ x [rows, K]).T.
             dw_t = _product(
                 cast(rows, config.cast_config_grad_output_for_grad_weight, GRADIENT, 0).t(),
                 cast(x.reshape(-1, x.shape[-1]), config.cast_config_input_for_grad_weight, INPUT, 0),
@@ -122,6 +124,7 @@ def recipe_config(recipe: str, *, emulate: bool, all_gather: bool = False) -> An
 def convert(layer: nn.Linear, config: Any) -> None:
     """Give a linear layer the class that computes in float8."""
     twin = float8_linear.Float8Linear.from_float(layer, config)
+    # Only what a Float8Linear has in addition: parameters, hooks and buffers stay the layer's own.
     own = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
     if twin.weight is not layer.weight:  # a subclass that FSDP2 gathers in float8
         layer.weight = twin.weight
@@ -134,7 +137,7 @@ def convert(layer: nn.Linear, config: Any) -> None:
 def unconvert(layer: nn.Linear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing.
 
-    A layer whose weight FSDP2 gathers in float8 is left: the gathered format fits only this class.
+    A layer whose weight FSDP2 gathers in float8 stays: the gathered format fits only this class.
     """
     if type(layer) is not Float8Linear or _is_gathered(layer.weight):
         return

@@ -45,6 +45,7 @@ class Linear4bit(modules.Linear4bit):
     @override
     def forward(self, x: Tensor) -> Tensor:
         state: Any = self.weight.quant_state
+        # bitsandbytes' CPU kernels assume that no block crosses from one row to the next.
         ends_with_rows = state is None or state.shape[-1] % state.blocksize == 0
         if ends_with_rows or self.weight.device.type != "cpu":
             return super().forward(x)
@@ -56,11 +57,13 @@ class Linear4bit(modules.Linear4bit):
     @override
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         key, error_msgs = f"{prefix}weight", args[-1]
+        # Scales are saved as `weight.absmax`, `weight.quant_map` and so on.
         names = [name for name in state_dict if name.startswith(f"{key}.")]
         scales = {name.removeprefix(f"{key}."): state_dict.pop(name) for name in names}
         saved: Tensor | None = state_dict.get(key)
         own = self.weight
         if saved is not None and saved.is_floating_point():
+            # A checkpoint of the model before it was quantized: quantize its values as at the start.
             state_dict[key], own.quant_state = quantize_4bit(
                 saved.to(own.device, own.quant_state.dtype),
                 blocksize=own.blocksize,
@@ -88,7 +91,7 @@ class Linear4bit(modules.Linear4bit):
         different += [key for key in tables if not torch.equal(scales[key].to(own[key].device), own[key])]
         if different:
             key = different[0]
-            return f"with another {key}: {saved.get(key)}, and not {here.get(key)}"
+            return f"with another {key}: {saved.get(key)}, not {here.get(key)}"
         state.absmax.copy_(scales["absmax"])
         if state.nested:
             state.state2.absmax.copy_(scales["nested_absmax"])
@@ -158,6 +161,7 @@ def quantize(
     else:
         template = Linear8bit(1, 1, has_fp16_weights=False, device="meta")
         # W = codes * scale / 127; the scale is the largest magnitude of a row
+        # The kernel accepts float16 only.
         codes, scale, _ = int8_vectorwise_quant(before.to(torch.float16))
         weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
     own.__class__ = type(template)

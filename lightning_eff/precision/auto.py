@@ -89,6 +89,7 @@ def step_context(precision: str, device_type: str, *, keep_casts: bool = True) -
         with torch.autocast(device_type, dtype=dtype, cache_enabled=keep_casts):
             yield
         return
+    # With `-true`, new tensors of the step have the weights' dtype, as in Lightning's own plugin.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -190,6 +191,7 @@ class AutoPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Choose format and device, convert weights in place if the format requires it, and count layers."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
+        # Before anything is cast: a checkpoint of another run is rejected early.
         if trainer is not None and trainer.ckpt_path is not None:
             checkpoint_stamp.check_on_restore(trainer)
         self._steps_inside = isinstance(module, pl.LightningModule) and not module.automatic_optimization
@@ -285,6 +287,7 @@ class AutoPrecision(Precision):
             remedies = [TO_BF16_MIXED, TO_FP32]
             raise ConfigError(key="precision", value=self.precision, allowed=allowed, remedies=remedies)
         result = closure()
+        # With nothing to unscale, the scaler's `step` would raise an error.
         is_skipped = result is None and model.automatic_optimization  # training_step returned None
         if not is_skipped:
             self.scaler.unscale_(optimizer)
@@ -349,6 +352,7 @@ def set_tf32(*, enabled: bool) -> Callable[[], None]:
     precision, undo = "tf32" if enabled else "ieee", ExitStack()
     if _is_tf32(CUDA_MATMUL) != enabled:
         undo.callback(_restorer([CUDA_MATMUL, CPU_MATMUL]))  # the older switch sets both
+        # The two generations of switches must agree, or reading the older one raises an error.
         older = _readable(torch.get_float32_matmul_precision)
         if older is not None:
             undo.callback(torch.set_float32_matmul_precision, older)
@@ -398,6 +402,8 @@ def _own_precisions(switches: Sequence[Any]) -> list[str]:
         inherited.append(parent.fp32_precision)
         parent.fp32_precision = "none"
     seen: list[list[str]] = []
+    # A switch that follows the global one shows both values in turn; one with its own setting shows the same
+    # twice.
     for precision in ("tf32", "ieee"):
         PARENTS[0].fp32_precision = precision
         seen.append([switch.fp32_precision for switch in switches])

@@ -59,7 +59,7 @@ from lightning_eff.precision.auto import AutoPrecision
 Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
 FIRST_STEPS = 10
 """Optimizer steps whose gradients are checked for NaN and infinity."""
-NOT_CALLED = "it was not called: what reads its weight computes in bfloat16"
+NOT_CALLED = "it was not called: code that reads its weight computes in bfloat16"
 EMULATED = Remedy("precision.emulate=true", "Float8(emulate=True)")
 COMPILED = Remedy("+callbacks=torch_compile", "TorchCompile()")
 NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
@@ -281,6 +281,7 @@ class Float8(AutoPrecision):
     def teardown(self) -> None:
         """Convert the layers back."""
         self._note_uncalled()
+        # Without a converted layer, torchao need not be imported.
         if any(not why for _, why in self._listed.values()):
             from lightning_eff.precision._float8_linear import unconvert
 
@@ -314,6 +315,7 @@ class Float8(AutoPrecision):
         count = sum(self._overflows.values())
         checked = f"in the first {self._checked} step{'' if self._checked == 1 else 's'}"
         found = f"{count or 'no'} gradients with NaN or infinity {checked}"
+        # A prediction runs no real step, so it has no gradients to check.
         if converted and self._planned is None:
             did += f"; {found}" if self._checked else "; gradients not checked for NaN and infinity"
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
@@ -338,6 +340,7 @@ def convert_model(
         listed = {name: (layer, missing) for name, (layer, _) in listed.items()}
     new = [layer for name, (layer, why) in listed.items() if not why and name not in present]
     for layer in new:
+        # A frozen layer is cast by rows, and such scales are not known before the weight is gathered.
         is_gathered = all_gather and layer.weight.requires_grad
         own = recipe if layer.weight.requires_grad else "rowwise"
         convert(layer, recipe_config(own, emulate=on is None, all_gather=is_gathered))
@@ -355,14 +358,17 @@ def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> 
     """
     n, k = full_shape(layer.weight)
     is_trained = layer.weight.requires_grad
+    # Each of y, dx and dW takes 2 * rows * N * K FLOPs; a frozen weight has no dW.
     num_products = 3 if is_trained else 2
     num_low = 2 if recipe == "rowwise_with_gw_hp" else num_products
     flops = 2.0 * rows * n * k
     high_s = flops / (HIGH_PEAK * device.peak(torch.bfloat16))
     low_s = flops / (LOW_PEAK * device.peak(torch.float8_e4m3fn))
     casts = CASTS[recipe] if is_trained else FROZEN_CASTS
+    # Sizes of x, W and dy.
     elements = sum(count * size for count, size in zip(casts, (rows * k, n * k, rows * n), strict=True))
     cast_s = CAST_BYTES * elements / (BANDWIDTH * device.memory_gbs * 1e9)
+    # Time in bfloat16, divided by the time of all products plus casts.
     return num_products * high_s / (num_low * low_s + (num_products - num_low) * high_s + cast_s)
 
 
@@ -386,6 +392,7 @@ def reasons(
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
+        # The name inside of the innermost adapted module, for example `base_layer` or `lora_A.default`.
         inside = name.removeprefix(max((a for a in adapted if name.startswith(a)), key=len, default=""))
         if is_in_module(plain_name(name), skip):
             why = "listed in skip"
@@ -406,7 +413,7 @@ def _why_not(name: str, layer: nn.Linear, gain: Callable[[nn.Linear], float] | N
     # A weight that is not a parameter is computed at each call, for example by weight_norm or pruning.
     own = {"forward", "weight", "config"} & vars(layer).keys()  # torchao's layer has a `config` too
     if type(layer) is not nn.Linear or own:
-        return f"{type(layer).__name__} computes something of its own"
+        return f"{type(layer).__name__} may compute more than a linear layer"
     n, k = full_shape(layer.weight)
     if plain_name(name).rpartition(".")[2] in ROUTERS and n < k:
         return "a router"

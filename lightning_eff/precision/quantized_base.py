@@ -126,6 +126,7 @@ class QuantizedBase(AutoPrecision):
             raise EnvironmentLacksError(
                 f"quant_type={quant_type!r} needs the package bitsandbytes\n  try: {remedy}"
             )
+        # Weights cast to 16 bits are multiplied in their own dtype.
         products = quant_type if quant_type in CAST else compute_dtype
         super().__init__(precision=PRECISIONS.get(products, "auto"), device=device)
         self.quant_type = quant_type
@@ -178,6 +179,7 @@ class QuantizedBase(AutoPrecision):
             return 0
         from lightning_eff.precision._quantized_linear import quantize
 
+        # Adapters are not attached yet: the model surgery knows which layers they will freeze.
         frozen = model_surgery.frozen_modules(model, layers)
         new = {name: layer for name, layer in layers.items() if name in frozen}
         present = {name: layer for name, layer in model.named_modules() if is_quantized(layer)}
@@ -185,6 +187,7 @@ class QuantizedBase(AutoPrecision):
             raise self._quant_type_error(
                 "bf16 or fp16, since no linear layer is frozen and quantized weights cannot be trained"
             )
+        # A second call, on layers quantized before, keeps the errors and bytes of the first.
         if new:
             self._errors, self._bytes = {}, {}
         options: dict[str, Any] = {"blocksize": self.blocksize, "double_quant": self.double_quant}

@@ -101,6 +101,7 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
 def _flash(query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any) -> Tensor:
     size = query.shape[-1]
     padded = [F.pad(x, (0, -size % ALIGNMENT)) if size % ALIGNMENT else x for x in (query, key, value)]
+    # From the true head size: padding must not change the scores.
     scale = options["scale"] or size**-0.5
     options = {"dropout_p": options["dropout_p"], "is_causal": options["is_causal"], "scale": scale}
     out: Tensor = aten._scaled_dot_product_flash_attention(*padded, **options)[0]  # noqa: SLF001
@@ -121,6 +122,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *
     if mask is not None:
         num_keys = mask.shape[-1]
         if mask.stride(-1) != 1 or any(stride % ALIGNMENT for stride in mask.stride()[:-1]):
+            # As torch does: pad the rows in memory, and use a view without the padding.
             mask = F.pad(mask, (0, ALIGNMENT - num_keys % ALIGNMENT))[..., :num_keys]
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     return aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
@@ -201,6 +203,7 @@ def autocast_kernels() -> Iterator[tuple[str, Any]]:
         {name.removeprefix("aten::") for name in registered(key) if name.startswith("aten::")}
         for key in ("AutocastCPU", "AutocastCUDA")
     )
+    # Without a rule on CUDA, an operator computes in the dtype of its operands.
     for name in on_cpu - on_cuda - {"mkldnn_rnn_layer"}:
         yield name, torch.library.fallthrough_kernel
     for name in (on_cuda - on_cpu - INSIDE) | {"grid_sampler"}:

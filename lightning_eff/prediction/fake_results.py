@@ -60,6 +60,8 @@ class FakeResults:
         if recipe is False:
             return func(*args, **kwargs)
         kind, outputs = recipe
+        # The same operation on operands of the same metadata: make its outputs without computing shapes
+        # again.
         made = [None if output is None else self._make(output, operands) for output in outputs]
         return made[0] if kind is None else kind(made)
 
@@ -89,6 +91,7 @@ def _describe(values: Any, key: list[Any], operands: list[FakeTensor]) -> bool:
         if kind is FakeTensor:
             if value.constant is not None or value.layout != torch.strided or value.dtype.is_complex:
                 return False
+            # Everything that torch's own computation of a fake result looks at.
             key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
             operands.append(value)
         elif kind in PLAIN:

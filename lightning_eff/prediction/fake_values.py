@@ -139,6 +139,7 @@ class FakeValues(InfraMode):
         elif isinstance(out, Tensor) and out.dtype == torch.bool:
             before = next((self._assumption.get(value) for value in args if isinstance(value, Tensor)), None)
             name = _name(func)
+            # `not (x is finite)` has the opposite of the value assumed for `x is finite`.
             is_negated = name.endswith("_not") and before is not None
             self._assumption[out] = not before if is_negated else name not in FALSE
 
@@ -153,6 +154,7 @@ class FakeValues(InfraMode):
         value = self._assumption.get(tensor, DEFAULT_FLOAT if tensor.is_floating_point() else 1)
         value = bool(value) if tensor.dtype == torch.bool else value
         frame = sys._getframe()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        # The innermost frame outside of torch and of the prediction is the one that reads the value.
         while frame is not None:
             path = Path(frame.f_code.co_filename)
             parts = path.parts

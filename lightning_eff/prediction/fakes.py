@@ -79,6 +79,7 @@ class Fakes(AbstractContextManager["Fakes"]):
             (Tensor, "_make_subclass", staticmethod(_make_subclass)),
         ):
             self._open.enter_context(patch.object(owner, name, function))
+        # Modules that were compiled before the prediction run uncompiled, too.
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
         # torch dispatches to the last mode first: FakeValues, then FakeTensorMode.
         self._open.enter_context(self._mode)
@@ -193,6 +194,7 @@ def _like(tensor: Tensor, storages: dict[Any, Any], device: torch.device = CPU) 
     storage = tensor.untyped_storage()
     key = ("storage", storage._cdata)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if key not in storages:
+        # One fake storage per real one, so that views still share memory.
         storages[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
     # A storage may end in the middle of an element of this dtype, but a view needs full elements.
     full_elements = storage.nbytes() // tensor.element_size() * tensor.element_size()

@@ -171,11 +171,13 @@ def predict_inside(
         device = made.strategy.root_device
         if made.num_devices != 1 or made.world_size != 1 or device.type != "cpu":
             raise ValueError(f"a Trainer for {device}: expected accelerator='cpu', devices=1")
+        # Before the fit begins: callbacks prepare in `setup`.
         made.callbacks = [each for each in made.callbacks if _takes_part(each, gpu)]
         _takes_part(made.precision_plugin, gpu)  # a plugin always does
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
+            # Techniques read the loader's batch size, for example to compute the length of a window.
             size = batch_size or max(1, samples_and_tokens(batches[0])[0])
             _fit(made, module, FakeLoader(lambda: fakes.of(batches[0]), size, num_batches), data, probe)
             return module
@@ -330,6 +332,7 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) 
     sizes = (getattr(each, "micro_batch_size", None) for each in trainer.callbacks)
     trainer.callbacks.append(_Record(probe, keeps_batches="auto" in sizes))
     trainer.loggers = []
+    # Validation keeps no activations, and its loaders are not fake.
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
     if data is not None:

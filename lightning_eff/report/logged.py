@@ -74,7 +74,7 @@ class LoggedFigures:
         if not reason and not isinstance(trainer.strategy, DeepSpeedStrategy):
             given = (p.grad for group in optimizer.param_groups for p in group["params"])
             self._norm = norm_of(each for each in given if each is not None)
-            reason = "" if self._norm is not None else "the optimizer has taken the gradients already"
+            reason = "" if self._norm is not None else "the optimizer has already freed the gradients"
         if reason and not self._has_given_reason:
             self._has_given_reason = True
             rank_zero_info("eff/gradient_norm is not logged: %s", reason)

@@ -70,7 +70,7 @@ class WarmupDecay(LRScheduler):
             allowed = f"a whole number of at least 1: a {decay} decay has an end"
             raise ConfigError(key="total_steps", value=None, allowed=allowed)
         if total_steps is None and 0 < warmup_steps < 1:
-            allowed = "a number of optimizer steps: this run has no known length to take a fraction of"
+            allowed = "a number of optimizer steps: a fraction needs a run of known length"
             raise ConfigError(key="warmup_steps", value=warmup_steps, allowed=allowed)
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps

@@ -72,6 +72,7 @@ def shard(strategy: Any, model: nn.Module) -> int:
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
         "offload_policy": offloading if strategy.cpu_offload else OffloadPolicy(),
     }
+    # `fully_shard` creates new parameters, without attributes that users set on the old ones.
     attributes = parameter_attributes(model)
     # Inner modules first: the root then takes the parameters outside of all blocks.
     for block in selected:
@@ -108,6 +109,7 @@ def explained_step(name: str) -> Any:
         try:
             return getattr(Strategy, name)(self, *arguments, **keywords)
         except RuntimeError as error:
+            # The text is the only way to recognize this error: torch raises a plain RuntimeError.
             if _MIXED not in str(error):
                 raise
             raise checks.conflict(
@@ -164,6 +166,8 @@ class DTensorState:
             return  # the state before the first step: the optimizer initializes it
         own = self._optimizer.state[parameter]
         for key, value in state.items():
+            # Only tensors of the parameter's shape are sharded with it; a step count is the same on every
+            # rank.
             is_like = isinstance(value, Tensor) and key not in COUNTS and value.shape == parameter.shape
             if is_like and isinstance(parameter, DTensor):
                 own[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
@@ -175,6 +179,7 @@ class DTensorState:
 @torch.no_grad()
 def _load_shard(tensor: DTensor, value: Tensor) -> None:
     """Set this rank's shard from the full value, which every rank has, so no rank sends data."""
+    # None if the tensor is sharded by something other than rows.
     own = local_rows(tensor)
     if own is None:
         value = value.to(tensor.device)
@@ -186,6 +191,7 @@ def _load_shard(tensor: DTensor, value: Tensor) -> None:
 
 def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module: nn.Module) -> None:
     """Replace an optimizer's original parameters, and their state, by the sharded parameters."""
+    # Parameters are matched by name, since sharding replaced the objects that the optimizer holds.
     sharded = dict(module.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [sharded[names[p]] if p in names else p for p in group["params"]]
@@ -217,6 +223,7 @@ def load_checkpoint(
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
     """Return a checkpoint; from a folder each rank reads only its own rows."""
+    # What is on the disk decides, not `checkpoints`: a run may resume from the other kind.
     if Path(checkpoint_path).expanduser().is_dir():
         ranks = Ranks(self.root_device)
         return folder_io(self).load_shards(checkpoint_path, ranks, weights_only=weights_only)
@@ -250,6 +257,7 @@ class FSDP2Memory(Sharding):
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
         """Split tensors by rows; the first device gets at least as many as any other."""
+        # ceil(rows / devices) rows of numel / rows elements.
         return [(w, -(-w.rows // devices) * (w.numel // max(w.rows, 1))) for w in model.weights]
 
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
@@ -279,6 +287,7 @@ class FSDP2Memory(Sharding):
         if not self.on_host:
             # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
             return replace(share, gradients=max(full, share.gradients))
+        # Buffers are neither sharded nor offloaded, so they stay on the device.
         host = share.weights - model.buffers_bytes + share.gradients + share.optimizer
         return replace(share, weights=model.buffers_bytes, gradients=full, optimizer=0, host=host)
 

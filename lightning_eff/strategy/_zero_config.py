@@ -136,6 +136,7 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
                 allowed=f"no such key, since it is set by {OWNED[full]}",
                 remedies=[Remedy(f"~strategy.config.{full}", f"leave out {key}")],
             )
+        # Nested keys are DeepSpeed's own pydantic models, which reject unknown names themselves.
         if not path and key not in FREE:
             raise ConfigError(
                 key=f"config.{key}",
@@ -156,11 +157,13 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration without precision and clipping, which Lightning adds later."""
     options: Mapping[str, Any] = config.get("zero_optimization", {})
+    # The order matters: users may override `overlap_comm`, but not `stage`.
     zero: dict[str, Any] = {"overlap_comm": stage == OVERLAP_STAGE, **options, "stage": stage}
     for key, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
         if device is not None:
             zero[key] = {"pin_memory": False, **options.get(key, {}), "device": device}
     return {
+        # Keys above `**config` are defaults; keys below it cannot be overridden.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
         **config,
@@ -259,6 +262,7 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
     if is_trained and not any(p.requires_grad for p in module.parameters()):
         problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
         raise conflict(ZERO, problem, TO_AUTO_STRATEGY, "requires_grad_(True) on the parameters to train")
+    # Stage 3 gathers weights in module hooks, which a compiled graph would trace.
     compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
     if config["zero_optimization"]["stage"] == 3 and compiled is not None:
         problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"

@@ -75,6 +75,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
+    # By package too: another library's class of the same name may compute something else.
     if kind.__name__ not in ELEMENTWISE.get(package, ()) and not getattr(optimizer, "elementwise", False):
         problem = f"{kind.__name__} is not known to be elementwise, but ZeRO flattens and cuts tensors"
         own = f"{kind.__name__}.elementwise = True, if it updates each element by itself"
@@ -121,6 +122,7 @@ class ParameterGuard:
     """
 
     def __init__(self, module: nn.Module, *, calls_hooks: bool = True) -> None:
+        # In a Fabric loop nothing calls these hooks, even if the model is a LightningModule.
         watched = [module] if calls_hooks and isinstance(module, pl.LightningModule) else []
         hook = next((name for name in HOOKS for each in watched if is_overridden(name, each)), None)
         if hook is not None:
@@ -148,10 +150,12 @@ class ParameterGuard:
             ConflictError: A parameter was frozen, unfrozen or changed.
         """
         for name, parameter, is_trained in self._parameters:
+            # DeepSpeed fixes its flat vectors at the start: frozen parameters would still be trained, and
+            # unfrozen ones never.
             if parameter.requires_grad is not is_trained:
                 change = "frozen" if is_trained else "unfrozen"
-                problem = f"{name} was {change} during the run, but DeepSpeed trains those it started with"
-                own_group = "a learning rate of 0 in a parameter group of its own"
+                problem = f"{name} was {change} during the run, but DeepSpeed trains its initial parameters"
+                own_group = "a separate parameter group with a learning rate of 0"
                 raise conflict(ZERO, problem, TO_FSDP2, TO_DDP, own_group)
         for name, parameter, version in self._versions:
             if parameter._version != version:  # noqa: SLF001
@@ -172,6 +176,7 @@ def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Gen
     """
     empty = [group for group in groups if not any(p.requires_grad for p in group["params"])]
     for index, group in enumerate(empty):
+        # It is in no forward pass, so it stays 0.
         filler = nn.Parameter(torch.zeros(1))
         group["params"] = [*group["params"], filler]
         module.register_parameter(f"filler_{index}", filler)
@@ -183,7 +188,7 @@ def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Gen
 
 
 class CastsLikeOneDevice:
-    """Mixin of DeepSpeed's precision plugins: casts no more of a model than a single device would.
+    """Mixin for DeepSpeed's precision plugins: cast only the tensors that a single device would cast.
 
     Lightning 2.6 calls `module.to(dtype)`, even under 32-true. Buffers in float64 would lose digits, and
     complex ones (rotary embeddings) their imaginary part.

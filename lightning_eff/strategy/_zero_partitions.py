@@ -62,6 +62,7 @@ class PartitionedState:
         self.options = self._zero.optimizer.param_groups if self._zero is not None else []
         self._is_stage_3 = hasattr(self._zero, "fp32_partitioned_groups_flat")
         partitioned = [] if self._zero is None or self._is_stage_3 else self._zero.bit16_groups
+        # In stages 1 and 2, DeepSpeed's groups hold the model's own parameter objects.
         self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -105,6 +106,7 @@ class PartitionedState:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape and key not in COUNTS:
                 if key not in own:
+                    # The vector holds many parameters; each one's load fills its own slice.
                     own[key] = torch.zeros_like(flat, dtype=value.dtype)
                 self._flatten_into(parameter, own[key], value)
             else:
@@ -149,6 +151,7 @@ class PartitionedState:
         value = value.reshape(-1)
         if self._is_stage_3:
             _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
+            # Slices have the same length on all ranks: ceil(numel / ranks), padded at the end.
             start = dist.get_rank() * length
             own = value[start : start + length]  # shorter, or empty, on the last ranks
             flat.narrow(0, offset, len(own)).data.copy_(own)
@@ -211,6 +214,7 @@ class ZeroMemory(Sharding):
         zero: Any = DeepSpeedZeroConfig(**options)
         itemsize = 4 if precision.startswith("32") else 2
         dtypes = config.get("communication_data_type"), config.get("data_types", {}).get("grad_accum_dtype")
+        # Both dtypes follow the precision unless they were set.
         itemsizes = [DtypeEnum(dtype).value.itemsize if dtype else itemsize for dtype in dtypes]
         offloads = zero.offload_optimizer, zero.offload_param
         on_host = [bool(offload and offload.device != "none") for offload in offloads]
@@ -242,6 +246,7 @@ class ZeroMemory(Sharding):
         """Split each tensor separately in stage 3, all trained ones as one vector in stages 1 and 2."""
         if self.stage < 3:
             return super().shards(model, devices)
+        # ceil(numel / devices): stage 3 pads each tensor to a multiple of the ranks.
         return [(weight, -(-weight.numel // devices)) for weight in model.weights]
 
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
@@ -254,6 +259,7 @@ class ZeroMemory(Sharding):
             gradient_itemsize=self.accumulate_itemsize,
             copy_itemsize=FLOAT32,
         )
+        # Trained elements of the full model, and of the first device's shard.
         total = sum(weight.numel for weight in model.trained)
         local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
         if self.stage == 3:
@@ -267,6 +273,7 @@ class ZeroMemory(Sharding):
         # If one bucket holds all gradients, it is reduced after the backward pass, otherwise during it.
         has_one = bucket >= total
         if not self.optimizer_on_host:
+            # The step makes a float32 copy of the shard's gradients, and a cast copy of its weights.
             step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
             late = flat + (0 if accumulates else share.gradients) if has_one else 0
             return replace(share, buffers=max(buckets + flat, step), late=late)
@@ -284,6 +291,7 @@ class ZeroMemory(Sharding):
     ) -> DeviceShare:
         size = self.compute_itemsize
         step = min(local, self.step_elements) * FLOAT32
+        # Buffers are never sharded: they are added to the weights again at the end.
         weights, host = share.weights - model.buffers_bytes, 0.0
         if self.weights_on_host:
             weights, host = 0.0, weights

@@ -134,6 +134,7 @@ class ZeroMixin(_LIGHTNINGS):
         """Replace another precision plugin, which would have no effect, by DeepSpeed's for its precision."""
         if plugin is None or isinstance(plugin, kind):
             return plugin
+        # `auto` is AutoPrecision's; DeepSpeed gets the precision that AutoPrecision would choose.
         requested = plugin.precision
         try:
             return kind(auto_precision(self.root_device.type)[0] if requested == "auto" else requested)
@@ -391,6 +392,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         own = optimizers[0]
         check_elementwise(own)
         rules.raise_rejected(rules.check_rules([self, type(own)], {}))
+        # DeepSpeed builds new flat vectors and never looks at the state of the old parameters.
         if own.state:
             problem = f"{type(own).__name__} has a state, which DeepSpeed would not take over"
             raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
@@ -433,6 +435,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         if not self._has_gradients:
             raise conflict(ZERO, "optimizer.step has no gradients since the last step", order)
         engine: Any = self.model
+        # Both flags apply to one step, even if it fails.
         rejects, self._rejects_nonfinite, self._has_gradients = self._rejects_nonfinite, False, False
         with self._checked_step():
             try:
@@ -459,7 +462,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     ) -> Any:
         """Clip the gradients in the next step, which then also checks their norm."""
         if float(norm_type) != 2.0:
-            allowed = "2: DeepSpeed knows no other norm of the full gradient"
+            allowed = "2: DeepSpeed computes no other norm of the full gradient"
             raise ConfigError(key="norm_type", value=norm_type, allowed=allowed, remedies=["FSDP2Fabric()"])
         zero: Any = self.model.optimizer
         zero.clip_grad, self._rejects_nonfinite = float(max_norm), error_if_nonfinite
@@ -482,6 +485,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         full_state.load_module_state(own, self.sharded_state(), state_dict, strict=strict)
 
     def _inside(self, module: Any) -> nn.Module:
+        # The engine wraps the model, and would add `module.` to every name.
         return module.module if module is self.model else module
 
     get_optimizer_state = full_state.optimizer_state

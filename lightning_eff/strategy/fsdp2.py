@@ -207,6 +207,7 @@ class FSDP2(ModelParallelStrategy):
     def block_backward_sync(self) -> Generator[None]:
         """Return a context without gradient reduction, unless `sync_every_micro_batch`."""
         module: Any = self.lightning_module
+        # Without reduction each rank keeps full gradients of the window: less communication, more memory.
         module.set_requires_gradient_sync(self.sync_every_micro_batch)
         try:
             yield
@@ -358,6 +359,7 @@ class FSDP2Fabric(FabricStrategy):
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
+            # Replacing the parameters of a wrapper leaves the optimizer inside it with the old ones.
             inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
             if inner or isinstance(optimizer, WrapperOptimizer):
                 problem = f"{type(optimizer).__name__} passes parameters on, which sharding then replaces"
@@ -387,6 +389,8 @@ class FSDP2Fabric(FabricStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
         groups: list[dict[str, Any]] = optimizer.param_groups
+        # In a window without reduction, FSDP2 (torch 2.13) keeps full gradients elsewhere: `.grad` is still
+        # None, and a step would change nothing.
         has_gradients = any(tensor.grad is not None for group in groups for tensor in group["params"])
         if self._reduction.is_in_window and not has_gradients and keywords.get("closure") is None:
             problem = "optimizer.step has no gradients: the window of no_backward_sync is not complete"
@@ -400,6 +404,7 @@ class FSDP2Fabric(FabricStrategy):
 
     @override
     def clip_gradients_norm(self, *arguments: Any, **keywords: Any) -> Tensor:
+        # torch returns the norm as a DTensor, whose local value is only this rank's part.
         return shards.full_tensor(super().clip_gradients_norm(*arguments, **keywords))
 
     sharded_state = _fsdp2.sharded_state

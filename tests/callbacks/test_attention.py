@@ -242,9 +242,9 @@ def test_a_window_of_the_mask_alone_is_found_in_the_first_document_that_is_longe
     for row in (0, 1):  # neither the batch nor the row of the longest document is the first
         longer = short.clone()
         longer[row] = torch.tensor([*range(8), 0, 1])
-        with pytest.raises(ConflictError, match="a mask of its own"):
+        with pytest.raises(ConflictError, match="a custom mask"):
             attend(packed, mask(longer), longer)
-    with pytest.raises(ConflictError, match="heads of 4 and values of 2"):
+    with pytest.raises(ConflictError, match="head size 4 and value size 2"):
         attend(packed, mask(short), short, value_size=2)
 
 

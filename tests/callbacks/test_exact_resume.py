@@ -600,7 +600,7 @@ def test_loaders_that_are_made_again_each_epoch_are_exact_only_within_it(tmp_pat
     assert fit(shuffled(), resume, ckpt=tmp_path / "step=8.ckpt", **keywords).seen == whole.seen[8:]
     assert "order and random states as saved" in resume.outcome().did
     fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", **keywords)
-    assert "not exact: loaders that are made anew" in resume.outcome().did
+    assert "not exact: loaders that are created again" in resume.outcome().did
 
 
 @pytest.mark.parametrize("make", [lambda: shuffled(Samples(14)), functools.partial(shuffled, batch_size=3)])
@@ -794,4 +794,5 @@ def test_a_second_save_in_an_epoch_that_other_ranks_began_is_not_called_exact() 
     alone.resume([first, first])
     second = saved_after_two(alone)
     assert first.notes == []
-    assert second.notes == ["saved in an epoch that another number of ranks had begun: its rest is not known"]
+    note = "saved in an epoch begun on another number of ranks: its other batches are unknown"
+    assert second.notes == [note]

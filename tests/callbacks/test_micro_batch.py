@@ -315,9 +315,9 @@ def test_a_splitter_splits() -> None:
 
 
 def test_batch_norms_are_warned_of_and_a_search_needs_a_run() -> None:
-    with pytest.warns(ConflictWarning, match="statistics are those of a micro-batch"):
+    with pytest.warns(ConflictWarning, match="statistics are computed per micro-batch"):
         train(MicroBatch(), max_steps=1)
-    with pytest.raises(ConfigError, match="a running training"):
+    with pytest.raises(ConfigError, match="to be called during training"):
         MicroBatch().search()
 
 

@@ -93,7 +93,7 @@ def test_a_batch_of_nan_leaves_no_trace(kind: str, clip: float | None) -> None:
     assert is_equal(found, expected)
     assert found["step"] == 5
     assert skip.outcome().did == (
-        "left out 3 of 8 steps: batch 0 of epoch 0; batch 3 of epoch 0; batch 4 of epoch 0"
+        "skipped 3 of 8 steps: batch 0 of epoch 0; batch 3 of epoch 0; batch 4 of epoch 0"
     )
 
 
@@ -132,7 +132,7 @@ def test_an_outlier_is_left_out_once_there_are_enough_norms() -> None:
 def test_without_a_bad_step_it_is_the_plain_run() -> None:
     skip = SkipBadSteps()
     assert is_equal(state(fit(data({}, 8), skip)), state(fit(data({}, 8))))
-    assert (skip.outcome().did, skip.outcome().effective) == ("left out 0 of 8 steps", True)
+    assert (skip.outcome().did, skip.outcome().effective) == ("skipped 0 of 8 steps", True)
 
 
 @pytest.mark.filterwarnings(
@@ -148,7 +148,7 @@ def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_before(tmp_path: Pa
     expected = fit(data(bad, 10, left_out=tuple(range(3, 10))))
     assert is_equal(saved["state_dict"], dict(expected.lightning_module.state_dict()))
     assert saved["global_step"] == 3
-    # The run resumes after the bad batches that it has left out.
+    # The run resumes after the bad batches that it has skipped.
     torch.manual_seed(0)
     callbacks = [skip := SkipBadSteps(max_in_a_row=4), ExactResume()]
     trainer = make_trainer(callbacks=callbacks, max_epochs=1, max_steps=-1)

@@ -434,18 +434,18 @@ def hooked() -> nn.Module:
     return model
 
 
-DRAWS = "it draws random numbers that are not of one token each"
-BUFFERS = "its forward changes buffers, as batch statistics"
+DRAWS = "it draws random numbers that are not per token"
+BUFFERS = "its forward changes buffers, for example batch statistics"
 MIXING |= {
     "rounded by the largest": (lambda: nn.Sequential(nn.Linear(4, 8), BitLinear(8, 4)), OTHER_TOKENS),
     "spectral norm": (
         lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.spectral_norm(nn.Linear(8, 4))),
         BUFFERS,
     ),
-    "what it keeps": (lambda: Between(keeps), "its forward keeps something of its input: aux"),
+    "what it keeps": (lambda: Between(keeps), "its forward stores part of its input: aux"),
     "what it appends": (
         lambda: Between(appends, Lines()),
-        "its forward keeps something of its input: part.seen",
+        "its forward stores part of its input: part.seen",
     ),
     "hooks": (hooked, "hooks of part would run for every tile"),
     "only in training": (

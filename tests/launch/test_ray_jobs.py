@@ -85,7 +85,9 @@ def test_a_signal_while_ray_starts_ends_the_run(number: int) -> None:
     wait_for(lambda: processes_of("gcs_server"))
     process.send_signal(number)
     err = end_of(process, code=128 + number)
-    assert err.splitlines()[-1].startswith("stopped; ckpt_path=auto goes on from the newest checkpoint")
+    assert err.splitlines()[-1].startswith(
+        "stopped; ckpt_path=auto resumes from this command's newest checkpoint"
+    )
 
 
 def test_a_stopped_run_goes_on_with_one_worker() -> None:
@@ -93,7 +95,9 @@ def test_a_stopped_run_goes_on_with_one_worker() -> None:
     wait_for(lambda: list(Path("out").glob("lm/*/checkpoints/step-[23].ckpt")))
     process.send_signal(signal.SIGTERM)
     err = end_of(process, code=143)
-    assert err.splitlines()[-1].startswith("stopped; ckpt_path=auto goes on from the newest checkpoint")
+    assert err.splitlines()[-1].startswith(
+        "stopped; ckpt_path=auto resumes from this command's newest checkpoint"
+    )
     err = end_of(start("out", "launch=ray", "launch.workers=1", "ckpt_path=auto"))
     assert "ckpt_path=auto: resumes from" in err
     assert saved("out", 8)["global_step"] == 8

@@ -22,9 +22,7 @@ LAUNCHERS = {
     "own": [sys.executable, "-m"],
     "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
 }
-STOPPED_LINE = (
-    "stopped; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one"
-)
+STOPPED_LINE = "stopped; ckpt_path=auto resumes from this command's newest checkpoint, if it has saved one"
 FAULTY = """
 import os, signal, time
 from pathlib import Path

@@ -211,7 +211,7 @@ def test_numbers_and_files_formats_are_taken(tiny_llama: Path, tmp_path: Path) -
         (lambda f: (f / "config.json").rename(f / "adapter_config.json"), {}, "an adapter, .*: name the"),
         (lambda f: (f / "adapter_config.json").write_text("{}"), {}, "an adapter, .*: name the model"),
         (lambda f: (f / "config.json").write_text("{"), {}, "not a valid JSON"),
-        (bool, {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "needs code of its own"),
+        (bool, {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "needs custom code"),
         (bool, {"model_type": "mine"}, "cannot be loaded"),
         (bool, {"model_type": "vit"}, "is a vit: transformers has no causal language model"),
         (bool, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "has quantized weights"),

@@ -145,7 +145,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
     layer = nn.Linear(2, 2)
     optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=Counting)
     layer.weight.grad = torch.ones(2, 2)
-    with pytest.raises(ConfigError, match="one that keeps its state for each parameter"):
+    with pytest.raises(ConfigError, match="one that keeps its state per parameter"):
         optimizer.step()
 
 

@@ -80,6 +80,7 @@ class IndexStream:
     def __init__(self, source: Any, run: ResumableRun) -> None:
         self.source: Any
         self.hashes: list[int]
+        # Not by assignment, which `__setattr__` would forward to the source.
         vars(self).update(source=source, run=run, hashes=[])
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,6 +92,8 @@ class IndexStream:
         self.hashes.clear()
         for batch in itertools.islice(indices, NUM_HASHED):
             with contextlib.suppress(TypeError, AttributeError):  # objects are not hashed
+                # JSON, since indices may be ints, arrays, or lists of them; the same indices always give the
+                # same text.
                 text = json.dumps(batch, default=lambda array: array.tolist())
                 self.hashes.append(zlib.crc32(text.encode()))
             yield batch
@@ -100,6 +103,7 @@ class IndexStream:
         num_skipped, self.num_skipped = self.num_skipped, 0
         is_resumed, self.is_resumed = self.is_resumed, False
         run: ResumableRun = self.run
+        # Where training stands: restored once the skipped indices have been drawn.
         current = run.capture()
         if is_resumed:
             self.first_states = self.first_states or current
@@ -214,6 +218,8 @@ class ExactLoader(LoaderWrapper):
             stream.remaining = None if position is None else self._remaining(position)
             self.is_shared = stream.remaining is not None
             is_replayed = run.replays and getattr(self.loader, "num_workers", 0) > 0
+            # Skipping means drawing only indices; with workers, the batches must be loaded too, for their
+            # random draws.
             is_skipped = self.is_shared or not is_replayed
             stream.num_skipped = num_dropped if is_skipped else 0
             num_dropped -= stream.num_skipped
@@ -237,15 +243,19 @@ class ExactLoader(LoaderWrapper):
             not num_dropped
             or self.stream is None
             or not isinstance(loader, DataLoader)
+            # Without order, worker w does not load the batches w, w + num_workers, ..., so DropFirst cannot
+            # count them.
             or not loader.in_order
         ):
             return iter(loader)
+        # The workers are created, and get this `collate_fn`, while the iterator is.
         with patch.object(
             loader, "collate_fn", DropFirst(loader.collate_fn, num_dropped, loader.num_workers)
         ):
             return iter(loader)
 
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
+        # Then Lightning fetches a batch ahead: keep the state before the last batch as well.
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
         is_begun |= self.stream is not None
         while True:
@@ -261,6 +271,7 @@ class ExactLoader(LoaderWrapper):
             if self.run.report is not None:
                 self._first_batch(saved)
             if is_ahead:
+                # States after the previous and after this batch.
                 self._states = self._states[1], self.loader.state_dict()
             yield batch
 
@@ -284,6 +295,7 @@ class ExactLoader(LoaderWrapper):
         """Detect changes since the save: reject them before the first batch, or report them as inexact."""
         run, current = self.run, self.position(0)
         num_saved = 0 if run.pending is None else len(run.pending.loaders)
+        # Each change: the saved value, the current one, and its name.
         changes = [(num_saved, len(run.loaders), "loaders")]
         changes += [(saved.num_samples, current.num_samples, "samples")]
         changes += [(saved.batch_size, current.batch_size, "samples in a batch")]
@@ -297,7 +309,7 @@ class ExactLoader(LoaderWrapper):
         before, now, text = next((change for change in changes if change[0] != change[1]), (0, 0, ""))
         if text and run.refuses_changes:
             epoch = "as in the epoch in which the checkpoint was saved"
-            run.refusal = f"{before} {text}, {epoch}, and not {now}"
+            run.refusal = f"{before} {text}, {epoch}, not {now}"
         elif text:
             run.inexact.append(f"{before} {text} are now {now}")
 
@@ -318,8 +330,10 @@ class ExactLoader(LoaderWrapper):
             text = f"the order of {saved.order} is not known on other ranks"
             run.inexact.append(f"{text}: samples of this epoch may be seen again")
             return None
+        # In every step, each of the earlier ranks took `batch_size` samples of the common order.
         rest = order[saved.num_batches * saved.batch_size * run.num_saved_ranks :]
         rest += rest[: -len(rest) % run.num_ranks]  # equal shares: repeat samples like torch's sampler
+        # Like torch's DistributedSampler: rank r takes every num_ranks-th sample, starting at r.
         own = rest[run.rank :: run.num_ranks]
         batches = [own[i : i + saved.batch_size] for i in range(0, len(own), saved.batch_size)]
         if batches and getattr(self.loader, "drop_last", False) and len(batches[-1]) < saved.batch_size:
@@ -333,6 +347,7 @@ class ExactLoader(LoaderWrapper):
         if saved.order in ("sequential", "distributed in order"):
             return list(samples)
         if saved.order == "distributed":
+            # With a single replica it yields the common order, before ranks take their parts.
             sampler = DistributedSampler[int](samples, num_replicas=1, rank=0, seed=saved.seed)
             sampler.set_epoch(saved.epoch)
             return list(sampler)
@@ -341,6 +356,7 @@ class ExactLoader(LoaderWrapper):
         current = self.run.capture()
         self._begin_order(saved)
         order = list(RandomSampler(samples, generator=getattr(self.loader, "generator", None)))
+        # Computing the order must not advance the run's generators.
         self.run.restore(current)
         return order
 
@@ -462,6 +478,7 @@ class StandaloneLoader(ExactLoader):
             rank=dist.get_rank() if num_ranks() > 1 else 0,
             num_ranks=num_ranks(),
         )
+        # Fabric's loader keeps the user's loader in `_dataloader` (private in 2.6).
         super().__init__(observe(loader if inner is None else inner, run), run)
         run.loaders.append(self)
 
@@ -480,6 +497,7 @@ class StandaloneLoader(ExactLoader):
         """Return the position of each rank, and the loader's own state; all ranks must call it."""
         is_between = self.is_over or self._start is None
         positions = of_all_ranks(self.run.position(is_over=is_between))
+        # Within a pass, the resumed loader begins this pass again.
         num_passes = self.num_passes - (not is_between)
         return {"positions": positions, "own": self.own_state(), "num_passes": num_passes}
 
@@ -496,6 +514,7 @@ def observe(loader: Any, run: ResumableRun) -> Any:
     if has_indices and not is_stateful(loader):
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
+        # A loader that is observed again gets a new stream around its own sampler.
         sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
         # DataLoader.__setattr__ forbids it after construction.
         object.__setattr__(loader, name, IndexStream(sampler, run))
@@ -514,6 +533,7 @@ def sampler_of(loader: Any) -> Any:
     sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if sampler is None else sampler
     sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
+    # A batch sampler has the sampler of single indices inside.
     return getattr(sampler, "sampler", sampler)
 
 

@@ -88,6 +88,7 @@ def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
     """
     content = asdict(own)
     for loader in content["loaders"]:
+        # Only the states that differ from those at the save; `_from_plain` adds the rest.
         loader["start"] = differing(loader["start"], own.now)
         loader["first"] = loader["first"] and differing(loader["first"], own.now)
     if num_ranks() == 1:
@@ -95,6 +96,7 @@ def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
     # Why not `all_gather_object`: it unpickles data from other ranks.
     written = io.BytesIO()
     torch.save(content, written)
+    # NCCL sends only tensors on a GPU.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     rows = gather_all_tensors(torch.frombuffer(written.getbuffer(), dtype=torch.uint8).to(device))
     files = (io.BytesIO(row.cpu().numpy().tobytes()) for row in rows)
@@ -199,14 +201,15 @@ class ResumableRun:
             notes: Reasons that a resumed run is not exact.
         """
         if self.pending is not None:  # no batch was trained on since the resume
-            changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks went on"]
+            changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks continued"]
+            # The loaders still stand where the checkpoint left them.
             return replace(self.pending, notes=[*self.pending.notes, *changed])
         num_ahead = self.num_ahead()
         loaders = [loader.position(num_ahead + is_in_step) for loader in self.loaders]
         now = self.capture() if self.isolated is None else self.isolated
         notes = list(notes)
         if not is_over and any(loader.is_shared for loader in self.loaders):
-            notes.append("saved in an epoch that another number of ranks had begun: its rest is not known")
+            notes.append("saved in an epoch begun on another number of ranks: its other batches are unknown")
         return RankPosition(now, num_ahead, is_over, loaders, notes)
 
     def resume(self, positions: list[RankPosition]) -> None:
@@ -215,6 +218,7 @@ class ResumableRun:
         If the number of ranks has changed, they divide the remaining epoch, with different random states.
         """
         self.num_saved_ranks = len(positions)
+        # A rank without a saved position takes the last one; the ranks divide the remaining samples anyway.
         self.pending = positions[min(self.rank, len(positions) - 1)]
         self.is_begun, self.refusal = False, ""
         self.did, self.num_remaining, self.is_order_checked = [], [], True
@@ -223,6 +227,7 @@ class ResumableRun:
             return
         self.inexact.append(f"saved on {len(positions)} ranks, now {self.num_ranks}: other random numbers")
         if self.rank >= len(positions):
+            # Two ranks with equal random states would draw the same numbers.
             self.pending.now = self.capture()
 
     def begin(self, loader: object) -> Position | None:
@@ -234,6 +239,7 @@ class ResumableRun:
             self._num_requests = 0
         if self.pending.is_over or index >= len(self.pending.loaders):
             if not index:
+                # The next epoch begins with the random states at the save.
                 self.restore(self.pending.now)
             return None
         return self.pending.loaders[index]
@@ -251,11 +257,13 @@ class ResumableRun:
         """
         if self.refusal:
             raise ConfigError(key="state_dict", value="in mid-epoch", allowed=self.refusal)
+        # Lightning asks the loaders in turn, so counting the first one's requests is enough.
         if self.pending is None or not self.is_begun or loader is not self.loaders[0]:
             return
         self._num_requests += 1
         if self.pending.is_over:
             self.pending = None
+        # Batches that had been fetched ahead were drawn before the save; the next one was not.
         elif self._num_requests > self.num_pending_ahead:
             self.restore(self.pending.now)
             self.pending = None
@@ -271,6 +279,7 @@ class ResumableRun:
         named = {f"generator.{index}": value for index, value in enumerate(found.values())}
         datasets = [getattr(loader.loader, "dataset", None) for loader in self.loaders]
         own = {id(value): value for each in datasets for value in _held(each) if isinstance(value, KINDS)}
+        # A generator that both a loader and its dataset hold is restored once.
         return named | {f"dataset.{i}": own[key] for i, key in enumerate(own) if key not in found}
 
 

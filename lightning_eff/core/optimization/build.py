@@ -98,12 +98,12 @@ def configure(
     if configured is not None:
         optimizers, schedules, _ = _configure_optimizers(configured)
         if len(optimizers) != 1:
-            allowed = "a module with one optimizer of its own"
+            allowed = "a module that defines a single optimizer"
             raise ConfigError(key="optimizer", value=f"{len(optimizers)} optimizers", allowed=allowed)
         own: Any = optimizers[0]
         if scheduler is None and (any(schedules) or any("initial_lr" in group for group in own.param_groups)):
             name = type(module).__name__
-            allowed = f"a schedule, since the one of {name} is bound to the optimizer that is replaced"
+            allowed = f"a schedule, since {name}'s own is bound to the replaced optimizer"
             remedy = "OptimizerChoice(optimizer=..., scheduler=functools.partial(StepLR, step_size=10))"
             remedies = [remedy, 'OptimizerChoice(optimizer=..., scheduler="none"), for a constant rate']
             raise ConfigError(key="scheduler", value=None, allowed=allowed, remedies=remedies)

@@ -74,7 +74,7 @@ class PerParameter(WrapperOptimizer):
         self._factory = functools.partial(inner, **options)
         template = self._factory(params)
         if isinstance(template, WrapperOptimizer):
-            kind, allowed = type(template).__name__, "one that steps any parameter on its own"
+            kind, allowed = type(template).__name__, "one that can step a single parameter"
             raise ConfigError(key="optimizer", value=kind, allowed=allowed)
         self.kind_behind = type(template)
         """The class that does the work and defines the layout of the state."""
@@ -105,7 +105,7 @@ class PerParameter(WrapperOptimizer):
         inner_group |= group | {"params": inner_group["params"]}
         inner.step()
         if parameter not in self.state and inner.param_groups[0].keys() != group.keys():
-            allowed = "one that keeps its state for each parameter; this one counts in its groups"
+            allowed = "one that keeps its state per parameter; this one keeps counters in its groups"
             raise ConfigError(key="optimizer", value=self.kind_behind.__name__, allowed=allowed)
         self.state[parameter] = inner.state[self.copies[parameter]]
 

@@ -68,11 +68,13 @@ def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     `fully_shard` makes one group per block, and one for all parameters outside of blocks. Each group is
     gathered separately.
     """
+    # Blocks by position; `len(blocks)` stands for everything outside of blocks.
     group_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     first_use: dict[int, tuple[int, str]] = {}
     for prefix, module in model.named_modules():
         group = group_of.get(id(module), len(blocks))
         for name, parameter in module.named_parameters(prefix, recurse=False):
+            # A tied weight is one object under several names.
             first_group, first_name = first_use.setdefault(id(parameter), (group, name))
             if first_group != group:
                 problem = f"{first_name} and {name} are one weight, but each block is gathered separately"
@@ -92,7 +94,7 @@ def check_optimizer(
                 raise conflict(
                     FSDP2,
                     f"{type(optimizer).__name__} holds a tensor {tuple(parameter.shape)} (group {index}, "
-                    f"position {position}) that is no parameter of the sharded model: it was taken before "
+                    f"position {position}) that is not a parameter of the sharded model: it was taken before "
                     "sharding and would not be trained",
                     remedy,
                     TO_DDP,

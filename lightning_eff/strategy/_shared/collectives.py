@@ -57,9 +57,11 @@ class RankDivergenceCheck:
     def __init__(self, strategy: str, module: nn.Module, *, gathers: bool, ordered: bool = True) -> None:
         self._strategy = strategy
         self._seen = 0
+        # The handle of an all-reduce under way and the tensor that it fills.
         self._pending: tuple[Any, Tensor] | None = None
         self._handles: list[Any] = []
         self._group: Any = None
+        # Without a process group of its own, `compare` does nothing.
         if is_compiled(module) or dist.get_world_size() == 1:
             return
         for index, (submodule, parameters) in enumerate(_gathered_together(module)):
@@ -78,6 +80,7 @@ class RankDivergenceCheck:
         if self._group is None:
             return
         self.read()
+        # A set of modules has one bit per module and may exceed 64 bits, so it is hashed too.
         number = hash((self._seen,)) & _MAX_HASH
         numbers = torch.tensor([number, -number])  # one MAX over all ranks yields the maximum and the minimum
         self._pending = dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True), numbers
@@ -108,6 +111,7 @@ class RankDivergenceCheck:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        # A collective would wait for a rank that may no longer exist.
         if not reads:
             return
         self.read()

@@ -51,6 +51,7 @@ def save_checkpoint(
     """
     content: dict[str, Any] = {}
     for key, value in state.items():
+        # `_plain` gathers tensors, so all ranks call it in the same order, even for entries that are dropped.
         plain, keep = _plain(self, value), (filter or {}).get(key)
         if keep is not None and isinstance(plain, dict):
             entries: dict[str, Any] = plain
@@ -78,6 +79,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: The checkpoint is damaged, lacks an entry of `state`, or does not fit.
     """
+    # Ranks may have different paths, for example with a time in them: rank 0's is read everywhere.
     path = self.broadcast(str(path))
     checkpoint = self.read_checkpoint(path, weights_only=weights_only)
     if isinstance(state, nn.Module | Optimizer):
@@ -85,6 +87,7 @@ def load_checkpoint(
         return {}
     missing = [key for key in state or {} if key not in checkpoint]
     if missing and strict:
+        # The names come from a file, so they are shortened and printed in ASCII.
         names = ", ".join(f"{key[:100]!a}" for key in list(checkpoint)[:20])
         raise CheckpointError(
             f"checkpoint {path} has no {missing[0]!r}; it has {names}\n  try: fabric.load(..., strict=False)"

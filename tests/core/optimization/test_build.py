@@ -72,7 +72,7 @@ def test_a_modules_own_groups_keep_their_shares_and_what_they_leave_out(
 def test_several_optimizers_of_the_modules_own_are_refused(net: Callable[..., Net]) -> None:
     model = net()
     model.configure_optimizers = lambda: [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    with pytest.raises(ConfigError, match="a module with one optimizer of its own"):
+    with pytest.raises(ConfigError, match="a module that defines a single optimizer"):
         fitted(model, ADAMW)
 
 
@@ -96,7 +96,7 @@ def test_a_modules_own_schedule_must_be_given_again(net: Callable[..., Net], for
         return forms.get(form, optimizer)
 
     model.configure_optimizers = configure
-    with pytest.raises(ConfigError, match=r"scheduler=None: expected a schedule, since the one of Net"):
+    with pytest.raises(ConfigError, match=r"scheduler=None: expected a schedule, since Net's own"):
         fitted(model, ADAMW)
     dropped: Any = fitted(model, ADAMW, scheduler="none").param_groups
     assert all("initial_lr" not in group for group in dropped)
