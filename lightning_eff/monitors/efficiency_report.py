@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -212,7 +213,7 @@ class EfficiencyReport(pl.Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.meter is not None:
-            self._finish(trainer, self.meter, status="finished", reason="")
+            self._finish(trainer, self.meter, status="finished", reason=_limit_of(trainer))
             self._print()
 
     @override
@@ -222,10 +223,11 @@ class EfficiencyReport(pl.Callback):
         if self.meter is None:
             return
         meter, strategy = self.meter, trainer.strategy
-        is_stop = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
-        reason = hide_secrets(f"{type(exception).__name__}: {exception}".splitlines()[0])
+        stops = {KeyboardInterrupt: "interrupted", SIGTERMException: "terminated by SIGTERM"}
+        stop = next((text for kind, text in stops.items() if isinstance(exception, kind)), "")
+        reason = stop or hide_secrets(f"{type(exception).__name__}: {exception}".splitlines()[0])
         has_snapshot = is_out_of_memory(exception) and files.write_snapshot(meter.device, self._folder)
-        self._finish(trainer, meter, status="stopped" if is_stop else "failed", reason=reason)
+        self._finish(trainer, meter, status="stopped" if stop else "failed", reason=reason)
         self.report |= {"memory_snapshot": files.SNAPSHOT_FILE} if has_snapshot else {}
         teardown = strategy.teardown
 
@@ -326,6 +328,17 @@ class EfficiencyReport(pl.Callback):
         if name not in rows:
             raise KeyError(f"{name!r}: {suggest_name(name, rows)}")
         return rows[name]
+
+
+def _limit_of(trainer: pl.Trainer) -> str:
+    """Return what ended a fit, in the order in which Lightning checks its limits; empty if none did."""
+    for name, done in (("max_steps", trainer.global_step), ("max_epochs", trainer.current_epoch)):
+        limit = getattr(trainer, name)
+        if limit is not None and 0 <= limit <= done:
+            return f"{name}={limit} reached"
+    stopping = [each for each in rules.callbacks_of(trainer) if isinstance(each, (EarlyStopping, Timer))]
+    by = " or ".join(type(each).__name__ for each in stopping) or "a callback"
+    return f"stopped early by {by}" if trainer.should_stop else ""
 
 
 def _few_samples(batch: Any) -> Any:

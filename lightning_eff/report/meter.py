@@ -37,9 +37,9 @@ from lightning_eff.report.step_time import DATA, StepTimes
 
 FETCH_METHODS = "_on_before_fetch", "_on_after_fetch"
 """Methods that Lightning 2.6's epoch loop calls before and after it waits for the next training batch."""
+LEAST_WAIT_S = 1e-3
+"""A data wait that is never longer is not charted."""
 INTEGERS = {torch.int64, torch.int32}
-NUM_TIMES = 500
-"""Maximum number of batch times kept for the page."""
 
 
 class Probe:
@@ -150,20 +150,15 @@ class Throughput:
         }
 
     def series(self) -> dict[str, Any]:
-        """Return samples/s and the wait for data in ms by timed batch, and the sorted times of batches in ms.
-
-        In a long run, a point is the mean of several batches, and only every second, third, ... time is kept.
-        """
+        """Return samples/s and the data wait in ms by timed batch, or by several batches in a long run."""
         times_s, samples, waits_s = (
             thinned(list(enumerate(values, 1))) for values in (self.batch_times_s, self.samples, self.waits_s)
         )
         # Mean samples divided by mean time is the rate of the stretch; a mean of rates would not be.
         rates = [(n, count / s) for (n, s), (_, count) in zip(times_s, samples, strict=True) if s > 0.0]
-        waits = [(number, 1e3 * wait_s) for number, wait_s in waits_s]
-        ordered = sorted(self.batch_times_s)
-        kept = ordered[:: -(-len(ordered) // NUM_TIMES) or 1]
-        times = [*kept, *ordered[-1:]] if kept[-1:] != ordered[-1:] else kept  # keep the slowest
-        return {"samples_per_s": rates, "data_wait_ms": waits, "batch_times_ms": [1e3 * s for s in times]}
+        has_waited = max(self.waits_s, default=0.0) > LEAST_WAIT_S
+        waits = [(number, 1e3 * wait_s) for number, wait_s in waits_s if has_waited]
+        return {"samples_per_s": rates, "data_wait_ms": waits}
 
 
 class DataWait:
@@ -326,7 +321,6 @@ class Meter:
         has_allocator = allocator.peak_bytes(self.device) is not None
         return figures | {
             "world_size": world_size,
-            "first_batch_samples": num_samples or None,
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,

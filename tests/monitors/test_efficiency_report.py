@@ -165,7 +165,6 @@ def test_curves_of_the_run_are_kept_by_step(tmp_path: Path) -> None:
     assert validation["val_loss"][-1][1] == report["metrics"]["val_loss"]
     assert list(validation) == ["val_loss"], "what the training has logged is none of validation's"
     assert [batch for batch, _ in series["samples_per_s"]] == [*range(1, 14)], "seven are left out"
-    assert len(series["batch_times_ms"]) == 13
     assert series["held_bytes"][0][0] == 1
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
+from lightning_eff.report.history import NUM_POINTS
 from lightning_eff.report.meter import (
     Meter,
     Probe,
@@ -65,7 +66,7 @@ def test_batches_are_timed_after_those_that_are_counted_and_the_warmup(clock: Si
     assert figures["mfu"] == figures["flops_per_s"] / figures["peak_flops_per_s"]
     assert figures["peak_flops"] == "measured"
     assert figures["peak_flops_per_s"] == measured_peak(CPU, torch.float32) > 1e8
-    counts = {"num_batches": 3, "world_size": 3, "first_batch_s": 7.0, "first_batch_samples": 5}
+    counts = {"num_batches": 3, "world_size": 3, "first_batch_s": 7.0}
     rates = {"samples_per_s": 3 * 15 / 27, "tokens_per_s": 3 * 105 / 27, "data_wait_share": 3 / 27}
     rates |= {"flops_per_sample": flops_per_sample, "flops_per_s": flops_per_sample * 15 / 27}
     rates |= {"batch_time_s": 9.0, "batch_time_p90_s": 9.8}
@@ -165,17 +166,15 @@ def test_padding_is_a_fraction_of_the_tokens_of_timed_batches(clock: SimpleNames
 
 def test_series_have_every_batch_of_a_short_run_and_means_of_a_long_one(clock: SimpleNamespace) -> None:
     throughput = Throughput()
-    assert throughput.series() == {"samples_per_s": [], "data_wait_ms": [], "batch_times_ms": []}
+    assert throughput.series() == {"samples_per_s": [], "data_wait_ms": []}
     for seconds in (2.0, 4.0, 1.0):
         clock.now += seconds
         throughput.finish_batch(4, 0, seconds / 2)
     assert throughput.series() == {
         "samples_per_s": [(1, 2.0), (2, 1.0), (3, 4.0)],
         "data_wait_ms": [(1, 1000.0), (2, 2000.0), (3, 500.0)],
-        "batch_times_ms": [1000.0, 2000.0, 4000.0],
     }
     for _ in range(10_000 - 3):
         clock.now += 2.0
         throughput.finish_batch(4, 0, 1.0)
-    times = throughput.series()["batch_times_ms"]
-    assert (len(times), times[0], times[-1]) == (501, 1000.0, 4000.0), "the slowest is always there"
+    assert len(throughput.series()["samples_per_s"]) <= NUM_POINTS

@@ -7,13 +7,16 @@ A frame lies between two markers; the rest is written by hand.
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import lightning_eff
 from lightning_eff.comparison.result_table import cells
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import keep_overrides
@@ -68,7 +71,12 @@ def pages() -> dict[Path, str]:
 
 def framed(source: str, *, is_alone: bool = True) -> str:
     """Return a frame with its markers, from the name of a technique or of something else that is written."""
-    written = {"techniques": techniques_table, "recipes": recipes_table, "excerpt": excerpt}
+    written = {
+        "techniques": techniques_table,
+        "recipes": recipes_table,
+        "excerpt": excerpt,
+        "docstrings": reference,
+    }
     if source in written:
         text = written[source]()
     elif source.startswith("benchmarks"):
@@ -207,6 +215,51 @@ def excerpt() -> str:
     ((content, rows),) = (each for each in benchmarks.comparisons() if each[0]["recipe"] == "lm")
     shown = table(COMPARED, [cells(row)[:-1] for row in rows if row.technique in SHOWN])
     return f"{shown}\n\n{benchmarks.measured_on(content)}"
+
+
+def reference() -> str:
+    """Return every public name with its signature, summary and arguments, from its source."""
+    by_folder: dict[str, list[str]] = {}
+    for name, module in sorted(lightning_eff.public_names().items(), key=lambda item: item[0].lower()):
+        folder, _, option = module.removeprefix("lightning_eff.").rpartition(".")
+        parts = [f"### {name}", *documented(*definition(name, module))]
+        if f"{folder}/{option}" in TECHNIQUES:
+            parts.append(f"More: [{option}](techniques/{option}.md).")
+        by_folder.setdefault(folder, []).append("\n\n".join(parts))
+    return "\n\n".join("\n\n".join([f"## {folder}", *by_folder[folder]]) for folder in sorted(by_folder))
+
+
+def definition(name: str, module: str) -> tuple[ast.FunctionDef | ast.ClassDef, list[str]]:
+    """Return a name's definition and the lines of the module that has it."""
+    text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    found: ast.FunctionDef | ast.ClassDef | None = None
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            return definition(name, str(node.module))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
+            found = node  # the last one: overloads precede it
+    assert found is not None, name
+    return found, text.splitlines()
+
+
+def documented(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Iterator[str]:
+    """Yield a definition's signature, the summary of its docstring, and a table of its arguments."""
+    docstring = f"{ast.get_docstring(node)}\n"
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+    function = methods[0] if methods else node
+    if isinstance(function, ast.FunctionDef):
+        text = textwrap.dedent("\n".join(lines[function.lineno - 1 : function.body[0].lineno - 1]))
+        text = re.sub(r"^def __init__\((\s*)self,?\s*", rf"{node.name}(\1", text).removeprefix("def ")
+        yield f"```python\n{text.removesuffix(':').removesuffix(' -> None')}\n```"
+    yield quoted(docstring.partition("\n")[0])
+    section = re.search(r"^Args:\n((?: .*\n|\n)+)", docstring, re.MULTILINE)
+    arguments = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
+    if arguments:
+        meanings = (" ".join(text.split()) for text in arguments[1::2])
+        yield table(
+            ["argument", "meaning"],
+            ([f"`{name}`", text] for name, text in zip(arguments[::2], meanings, strict=True)),
+        )
 
 
 if __name__ == "__main__":
