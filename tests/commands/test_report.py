@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from lightning_eff.report.display import report_text
 from tests.support.command_line import Command
 from tests.support.models import Net, make_loader, make_trainer
 from tests.support.own_recipe import MODULE, RECIPE
+from tests.support.reports import make_report
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 FAILS = """
@@ -32,64 +34,54 @@ class Fails(Net):
 """
 
 
-def make_run(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Train a few steps with a report in a folder, next to the config of a recipe that never was."""
+def write_run(name: str, settings: dict[str, Any], **report: Any) -> None:
+    """Leave the config of a run and, if something is given for it, a report."""
+    folder = Path("outputs", name)
     folder.mkdir(parents=True)
-    root = str(folder.parent.parent)
-    (folder / "resolved.yaml").write_text(yaml.safe_dump({"output_root": root, "seed": 1, **settings}))
-    monitor = EfficiencyReport(dirpath=str(folder))
-    make_trainer(callbacks=[monitor], max_steps=8).fit(Net(), make_loader())
-    return monitor.report
+    (folder / "resolved.yaml").write_text(yaml.safe_dump({"output_root": "outputs", **settings}))
+    if report:
+        (folder / "efficiency.json").write_text(json.dumps(make_report(**report)))
 
 
 def test_the_page_is_rebuilt_to_the_byte_and_kept_if_that_fails(
     empty_folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Path("outputs/mine/2026-11-21")
-    report = make_run(run)
+    monitor = EfficiencyReport(dirpath=str(run))
+    make_trainer(callbacks=[monitor], max_steps=8).fit(Net(), make_loader())
     page, file = run / "report.html", run / "efficiency.json"
     original, whole = page.read_bytes(), file.read_text()
     for word in ("mine", "mine.yaml --config-dir .", str(run), str(file)):
         page.write_text("old")
         out = command("report", *word.split(), code=0)[1]
         assert page.read_bytes() == original, word
-        assert out == f"{report_text(report)}\n report: {page}\n"
+        assert out == f"{report_text(monitor.report)}\n report: {page}\n"
     found = json.loads(command("report", "mine", "--json", code=0)[1])
-    assert found == {"run": str(run), "page": str(page), "report": report}
-    without = {key: value for key, value in report.items() if key not in ("ledger", "measured")}
-    for content in (whole[:500], "\xff", "[" * 100_000, "1", "[1]", json.dumps(without)):
+    assert found == {"run": str(run), "page": str(page), "report": monitor.report}
+    for content in (whole[:500], "\xff", "[" * 100_000, "1", "[1]", "{}"):
         file.write_text(content, encoding="latin-1")
         assert "efficiency.json" in command("report", "mine", code=2)[2]
     file.write_text(whole)
-
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError(28, os.strerror(28))))
     assert "No space left" in command("report", "mine", code=2)[2]
     assert page.read_bytes() == original
-    assert sorted(each.name for each in run.iterdir()) == ["efficiency.json", "report.html", "resolved.yaml"]
+    assert sorted(each.name for each in run.iterdir()) == ["efficiency.json", "report.html"]
 
 
 def test_runs_are_compared_and_ratios_need_the_same_machine(empty_folder: Path, command: Command) -> None:
-    first, second = Path("outputs/a/2026-11-21"), Path("outputs/b/2026-11-22")
-    report = make_run(first, model={"_target_": "x.Net", "width": 2})
-    make_run(second, model={"_target_": "x.Net", "width": 3}, seed=2)
-
-    def change(folder: Path, speed: float, peak_bytes: int, **changes: Any) -> None:
-        measured = report["measured"] | {"samples_per_s": speed, "peak_bytes": peak_bytes}
-        (folder / "efficiency.json").write_text(json.dumps(report | {"measured": measured} | changes))
-
-    change(first, 10.0, 4096, fit_s=61.25)
-    change(second, 20.0, 1024, metrics={"train_loss": 0.5, "val_loss": "nan"})
+    slow, fast = {"samples_per_s": 10.0, "peak_bytes": 4096}, {"samples_per_s": 20.0, "peak_bytes": 1024}
+    write_run("a/1", {"seed": 1, "model": {"_target_": "x.Net", "width": 2}}, measured=slow, fit_s=61.25)
+    settings = {"seed": 2, "model": {"_target_": "x.Net", "width": 3}}
+    metrics = {"train_loss": 0.5, "val_loss": "nan"}
+    write_run("b/1", settings, measured=fast, metrics=metrics)
+    write_run("c/1", settings, measured=fast, environment={"torch": "1.0"})
     header, *lines = command("report", "a", "b", "a", code=0)[1].splitlines()
     assert len(lines) == 2, "the same run is shown once"
     assert header.split()[:3] == ["run", "settings", "steps"]
-    assert {"a/2026-11-21", "10.0", "61.2"} <= {*lines[0].split()}
-    wanted = "b/2026-11-22 model.width=3 seed=2 8 20.0 2.00 1.0 KiB 0.25 0.5000 nan"
+    assert {"a/1", "10.0", "61.2"} <= {*lines[0].split()}
+    wanted = "b/1 model.width=3 seed=2 100 20.0 2.00 1.0 KiB 0.25 0.5000 nan"
     assert " ".join(lines[1].split()).startswith(wanted)
-    change(second, 20.0, 1024, environment=report["environment"] | {"torch": "1.0", "device": "abacus"})
-    found = json.loads(command("report", "a", "b", "--json", code=0)[1])
+    found = json.loads(command("report", "a", "c", "--json", code=0)[1])
     assert [(row["speed_ratio"], row["peak_ratio"]) for row in found["rows"]] == [(1.0, 1.0), (None, None)]
     assert found["rows"][0]["settings"] == {"model.width": "2", "seed": "1"}
     assert "torch: 1.0" in found["notes"][0]
@@ -104,9 +96,8 @@ def test_the_newest_run_is_the_one_with_the_later_name(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_text("{}")
         os.utime(file, (2e9 - age, 2e9 - age))
-    running = tmp_path / "mine" / "2026-11-24_01-02-03-000000"
-    running.mkdir()
-    (running / "resolved.yaml").write_text("seed: 1")
+    (tmp_path / "mine" / "2026-11-24_01-02-03-000000").mkdir()
+    (tmp_path / "mine" / "2026-11-24_01-02-03-000000" / "resolved.yaml").write_text("seed: 1")
     assert find_runs("mine", tmp_path) == [tmp_path / "mine" / names[2]], "the newest that has a report"
 
 
@@ -129,11 +120,8 @@ def test_a_sweep_is_a_table_and_failed_runs_are_rows(empty_folder: Path, command
 
 
 def test_a_word_that_names_no_report_is_an_error(empty_folder: Path, command: Command) -> None:
-    for name, monitors in (("2026-11-22", {"efficiency_report": {}}), ("2026-11-23", {"progress": {}})):
-        folder = Path("outputs/mine", name)
-        folder.mkdir(parents=True)
-        settings = {"output_root": "outputs", "monitors": monitors}
-        (folder / "resolved.yaml").write_text(yaml.safe_dump(settings))
+    write_run("mine/2026-11-22", {"monitors": {"efficiency_report": {}}})
+    write_run("mine/2026-11-23", {"monitors": {"progress": {}}})
     for words, text in [
         ([], "which run?"),
         (["mne"], "did you mean 'mine'?"),

@@ -8,6 +8,7 @@ A frame lies between two markers; the rest is written by hand.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
@@ -222,44 +223,33 @@ def reference() -> str:
     by_folder: dict[str, list[str]] = {}
     for name, module in sorted(lightning_eff.public_names().items(), key=lambda item: item[0].lower()):
         folder, _, option = module.removeprefix("lightning_eff.").rpartition(".")
-        parts = [f"### {name}", *documented(*definition(name, module))]
+        parts = [f"### {name}", *documented(name)]
         if f"{folder}/{option}" in TECHNIQUES:
             parts.append(f"More: [{option}](techniques/{option}.md).")
         by_folder.setdefault(folder, []).append("\n\n".join(parts))
     return "\n\n".join("\n\n".join([f"## {folder}", *by_folder[folder]]) for folder in sorted(by_folder))
 
 
-def definition(name: str, module: str) -> tuple[ast.FunctionDef | ast.ClassDef, list[str]]:
-    """Return a name's definition and the lines of the module that has it."""
-    text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    found: ast.FunctionDef | ast.ClassDef | None = None
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
-            return definition(name, str(node.module))
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
-            found = node  # the last one: overloads precede it
-    assert found is not None, name
-    return found, text.splitlines()
-
-
-def documented(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Iterator[str]:
-    """Yield a definition's signature, the summary of its docstring, and a table of its arguments."""
-    docstring = f"{ast.get_docstring(node)}\n"
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-    function = methods[0] if methods else node
-    if isinstance(function, ast.FunctionDef):
-        text = textwrap.dedent("\n".join(lines[function.lineno - 1 : function.body[0].lineno - 1]))
-        text = re.sub(r"^def __init__\((\s*)self,?\s*", rf"{node.name}(\1", text).removeprefix("def ")
+def documented(name: str) -> Iterator[str]:
+    """Yield the signature of a public name, the summary of its docstring, and a table of its arguments."""
+    found: Any = getattr(lightning_eff, name)
+    function: Any = inspect.unwrap(found.__init__ if isinstance(found, type) else found)
+    is_ours = str(getattr(function, "__module__", "")).startswith(
+        "lightning_eff."
+    )  # not an enum's, or torch's
+    if is_ours:
+        source = textwrap.dedent(inspect.getsource(function))
+        node: Any = ast.parse(source).body[0]
+        text = "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])
+        text = re.sub(r"^def __init__\((\s*)self,?\s*", rf"{name}(\1", text).removeprefix("def ")
         yield f"```python\n{text.removesuffix(':').removesuffix(' -> None')}\n```"
+    docstring = f"{inspect.cleandoc(found.__doc__)}\n"
     yield quoted(docstring.partition("\n")[0])
     section = re.search(r"^Args:\n((?: .*\n|\n)+)", docstring, re.MULTILINE)
     arguments = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
     if arguments:
-        meanings = (" ".join(text.split()) for text in arguments[1::2])
-        yield table(
-            ["argument", "meaning"],
-            ([f"`{name}`", text] for name, text in zip(arguments[::2], meanings, strict=True)),
-        )
+        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        yield table(["argument", "meaning"], ([f"`{each}`", " ".join(text.split())] for each, text in pairs))
 
 
 if __name__ == "__main__":
