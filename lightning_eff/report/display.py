@@ -28,7 +28,7 @@ from lightning_eff.report.step_time import DATA, OPTIMIZER, OTHER
 Report = Mapping[str, Any]
 FIGURES = {
     "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
-    "batch_time_p90_s": ("time per batch (90th percentile)", lambda x: f"{x * 1e3:.1f} ms"),
+    "batch_time_p90_s": ("time per batch (p90)", lambda x: f"{x * 1e3:.1f} ms"),
     "samples_per_s": ("samples/s", lambda x: f"{x:.1f}"),
     "tokens_per_s": ("tokens/s", human_count),
     "padding_share": ("of them padding", lambda x: f"{x:.1%}"),
@@ -85,19 +85,20 @@ def run_verdict(report: Report) -> str:
     """Summarize the end of a run in one or two sentences."""
     count, measured = report["num_steps"], report["measured"]
     steps, first = f"{count} optimizer step{'' if count == 1 else 's'}", report.get("first_step", 0)
-    steps += f" ({first + 1} to {first + count})" if first and count else ""  # of a resumed run
+    resumed = f"{first + 1} to {first + count}" if first and count else ""
     idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
     no_effect = f" No effect: {', '.join(idle)}." if idle else ""
     losses = [(step, float(loss)) for step, loss in report.get("losses") or ()]
     if losses and not math.isfinite(losses[-1][1]):
         last = next((step for step, loss in reversed(losses) if math.isfinite(loss)), 0)
         no_effect += f" The loss is {losses[-1][1]} after step {last}."
+    after = f"after {steps}{resumed and f' ({resumed})'}: {report['reason']}"
     if report["status"] == "stopped":
-        return f"Stopped after {steps}: {report['reason']}.{no_effect}"
+        return f"Stopped {after}.{no_effect}"
     if report["status"] != "finished":
-        return f"Failed after {steps}: {report['reason']}"
+        return f"Failed {after}"
     timed = f"{measured['num_batches']} batch{'' if measured['num_batches'] == 1 else 'es'} timed"
-    ended = [report["reason"], timed if measured["num_batches"] else "too few to measure speed"]
+    ended = [resumed, report["reason"], timed if measured["num_batches"] else "too few to measure speed"]
     return f"Finished {steps} ({'; '.join(filter(None, ended))}).{no_effect}"
 
 
@@ -151,8 +152,8 @@ def _largest(memory: Report) -> str:
     holders = memory.get("holders")
     if not holders:
         return ""
-    times = f"{holders[0]['count']} x " if holders[0]["count"] > 1 else ""
-    return f"; largest: {times}{holders[0]['name']}, {human_bytes(holders[0]['num_bytes'])}"
+    tensors = f"{holders[0]['count']} tensors, " if holders[0]["count"] > 1 else ""
+    return f"; largest: {holders[0]['name']}, {tensors}{human_bytes(holders[0]['num_bytes'])}"
 
 
 def report_text(report: Report) -> str:

@@ -37,8 +37,8 @@ from lightning_eff.report.step_time import DATA, StepTimes
 
 FETCH_METHODS = "_on_before_fetch", "_on_after_fetch"
 """Methods that Lightning 2.6's epoch loop calls before and after it waits for the next training batch."""
-LEAST_WAIT_S = 1e-3
-"""A data wait that is never longer is not charted."""
+LEAST_WAIT = 0.05
+"""Fraction of a mean batch time that the longest data wait must exceed to be charted."""
 INTEGERS = {torch.int64, torch.int32}
 
 
@@ -156,7 +156,8 @@ class Throughput:
         )
         # Mean samples divided by mean time is the rate of the stretch; a mean of rates would not be.
         rates = [(n, count / s) for (n, s), (_, count) in zip(times_s, samples, strict=True) if s > 0.0]
-        has_waited = max(self.waits_s, default=0.0) > LEAST_WAIT_S
+        total_s = sum(self.batch_times_s)
+        has_waited = max(self.waits_s, default=0.0) * len(self.waits_s) > LEAST_WAIT * total_s
         waits = [(number, 1e3 * wait_s) for number, wait_s in waits_s if has_waited]
         return {"samples_per_s": rates, "data_wait_ms": waits}
 

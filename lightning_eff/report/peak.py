@@ -19,12 +19,14 @@ MAX_HOLDERS = 12
 PASSING = (recording.BATCH, recording.ACTIVATIONS, recording.TEMPORARIES)
 POINTS = 200
 """Maximum points of a timeline."""
-LOGITS_GRADIENT = "_log_softmax_backward_data"
 NOUNS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"), "output of") | {
-    "_log_softmax": "log-probabilities in", LOGITS_GRADIENT: "gradient of the logits in",
-    "_to_copy": "cast in",
+    "_log_softmax": "log-probabilities in", "_to_copy": "cast in",
 }  # fmt: skip
-"""Names of what some operations compute, with the word before the module."""
+"""Names of what operations of a forward pass compute, with the word before the module."""
+BACKWARD_NOUNS = {
+    "_log_softmax_backward_data": "gradient of the logits in",
+    "nll_loss_backward": "gradient of the log-probabilities in",
+}
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> l
 
 def _name_of(made: Allocation) -> str:
     """Return what a storage is, in the words of an engineer, equal for repeated blocks."""
-    noun, path = NOUNS.get(made.operation, f"{made.operation} in"), merged_path(made.path)
+    noun, path = NOUNS.get(made.operation, f"result of {made.operation} in"), merged_path(made.path)
     if made.category in (recording.PARAMETERS, recording.BUFFERS):
         return path
     if made.category in (recording.STATE, recording.BATCH):
@@ -159,12 +161,14 @@ def _name_of(made: Allocation) -> str:
     if made.category == recording.GRADIENTS:
         return f"gradient of {path}"
     if made.phase == STEP:
-        return f"{made.operation} in the optimizer step"
+        return f"result of {made.operation} in the optimizer step"
     if made.is_logits:
         noun = "logits of"
-    elif made.phase == BACKWARD and not made.recomputed and made.operation != LOGITS_GRADIENT:
-        noun = "gradient in"
+    elif made.phase == BACKWARD and not made.recomputed:
+        noun = BACKWARD_NOUNS.get(made.operation, "gradient in")
     elif "softmax" in made.operation and made.shape[-1:] == made.shape[-2:-1]:
         noun = "attention scores of"
+    elif "attention" in made.operation:
+        noun = "output of"
     is_outside = path in ("", "(root)")
     return noun.rpartition(" ")[0] if is_outside else f"{noun} {path}"

@@ -96,7 +96,7 @@ def test_the_text_names_what_takes_time_and_what_holds_the_peak() -> None:
         "the rest (callbacks, logging) 4%"
     ), "what takes nothing is left out"
     assert modules == " of its forward pass: blocks.*.mlp (MLP) 75%, (outside of modules) 25%"
-    largest = "largest: 3 x logits of lm_head [1016, 2048], 1.5 MiB"
+    largest = "largest: logits of lm_head [1016, 2048], 3 tensors, 1.5 MiB"
     assert peak == f" at the peak (backward): activations 3.0 MiB, parameters 1.0 MiB; {largest}"
     assert [saves.split()[:2], faster.split()[:1]] == [["1.0", "MiB"], ["time"]]
     assert "lightning-eff ls NAME" in more
@@ -136,7 +136,7 @@ NOTHING = dict.fromkeys(("batch_time_s", "samples_per_s", "tokens_per_s", "mfu",
         ),
         ({"status": "stopped", "reason": "interrupted"}, ["Stopped after 100", "interrupted", "No effect:"]),
         ({"num_steps": 2, "measured": NOTHING | {"num_batches": 0}}, ["Finished 2", "too few"]),
-        ({"num_steps": 4, "first_step": 6, "ledger": []}, ["Finished 4", "(7 to 10)", "96 batches"]),
+        ({"num_steps": 4, "first_step": 6, "ledger": []}, ["Finished 4", "(7 to 10; 96 batches"]),
         ({"num_steps": 0, "reason": "max_epochs=1 reached"}, ["Finished 0", "max_epochs=1 reached"]),
         ({"losses": [[1, 2.0], [2, "nan"]]}, ["The loss is nan after step 1."]),
     ],
