@@ -150,9 +150,10 @@ def test_a_compiled_model_is_timed_and_not_counted(how: str, tmp_path: Path) -> 
     assert measured["num_batches"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_resumed_run_without_a_step_left_says_why(tmp_path: Path) -> None:
-    for ckpt_path, num_steps in ((None, 10), (tmp_path / "10" / "last.ckpt", 0)):
-        saver = ModelCheckpoint(tmp_path / str(num_steps), filename="last", every_n_train_steps=10)
+    for ckpt_path, num_steps in ((None, 10), (tmp_path / "last.ckpt", 0)):
+        saver = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=10)
         monitor = EfficiencyReport(dirpath=tmp_path)
         keywords: dict[str, Any] = {"max_epochs": 1, "max_steps": 99, "enable_checkpointing": True}
         trainer = make_trainer(callbacks=[saver, monitor], **keywords)
