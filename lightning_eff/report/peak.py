@@ -20,7 +20,7 @@ PASSING = (recording.BATCH, recording.ACTIVATIONS, recording.TEMPORARIES)
 POINTS = 200
 """Maximum points of a timeline."""
 NOUNS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"), "output of") | {
-    "_log_softmax": "log-probabilities in", "_to_copy": "cast in",
+    "_log_softmax": "log-probabilities in", "_to_copy": "cast in", "empty": "workspace in",
 }  # fmt: skip
 """Names of what operations of a forward pass compute, with the word before the module."""
 BACKWARD_NOUNS = {
