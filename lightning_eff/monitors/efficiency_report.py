@@ -5,9 +5,10 @@ to the run's other files. A failed run writes them too, with the reason, and aga
 is saved. All training batches after the first ones are measured; validation is excluded. Peak memory is the
 allocator's peak. On a CPU, which has none, it is the live bytes of the first batches, counted storage by
 storage. A compiled model is timed but not counted, because it does not dispatch its operations one by one.
-Parts of a step, modules and kinds of operations are timed in eleven later batches (report/step_time.py). In a
-notebook the monitor displays the page itself. An OOM error on CUDA leaves `memory_snapshot.pickle` with every
-block of the allocator. `record_memory_history` adds the stack of each allocation, and slows all of them down.
+MFU is shown on GPUs whose peak is published. Parts of a step, modules and kinds of operations are timed in
+eleven later batches (report/step_time.py). In a notebook the monitor displays the page itself. An OOM error
+on CUDA leaves `memory_snapshot.pickle` with every block of the allocator. `record_memory_history` adds the
+stack of each allocation, and slows all of them down.
 
 The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
 `eff/gradient_norm` (of the full gradient, before clipping), `eff/samples_per_second`,
@@ -251,8 +252,7 @@ class EfficiencyReport(pl.Callback):
             allocator.record_history(meter.device, is_on=False)
         dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()
         optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
-        has_failed = status == "failed"
-        measured = meter.summary(dtype=dtype, world_size=trainer.world_size, has_failed=has_failed)
+        measured = meter.summary(dtype=dtype, world_size=trainer.world_size)
         findings = {
             "title": files.run_title(self._folder, self.recipe, trainer.lightning_module),
             "status": status,
@@ -271,7 +271,7 @@ class EfficiencyReport(pl.Callback):
             "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
             # After a device error, reading times from the device would raise it again.
-            "time": {} if has_failed or meter.times is None else meter.times.summary(),
+            "time": {} if status == "failed" or meter.times is None else meter.times.summary(),
             "attention": [row.as_dict() for row in meter.probe.attention],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),

@@ -105,22 +105,21 @@ def run_verdict(report: Report) -> str:
 def baseline_verdict(report: Report) -> str:
     """Compare a run to its baseline in one sentence; empty if nothing can be compared."""
     baseline: Report = report.get("baseline") or {}
-    ratios: list[float | None] = []
+    ratios: dict[str, float] = {}
     for key in ("samples_per_s", "peak_bytes"):
-        ours, other = report["measured"].get(key), baseline.get("measured", {}).get(key)
-        has_both = all(isinstance(each, int | float) and each for each in (ours, other))  # nan is text
-        ratios.append(ours / other if has_both else None)
-    speed, memory = ratios
-    if speed is None and memory is None:
+        ours, theirs = report["measured"].get(key), baseline.get("measured", {}).get(key)
+        if all(isinstance(each, int | float) and each for each in (ours, theirs)):  # nan is text
+            ratios[key] = ours / theirs
+    if not ratios:
         return ""
     name = f"the baseline ({baseline['title']})"
     here, there = (each.get("environment", {}).get("device", "") for each in (report, baseline))
-    where = f", which ran on {there}" if there and here != there else ""
-    where += ", which failed" if baseline.get("status") == "failed" else ""
-    if speed is None:
-        return f"{memory:.2f} of the peak memory of {name}{where}."
-    with_memory = "" if memory is None else f", with {memory:.2f} of its peak memory"
-    return f"{speed:.2f} times as fast as {name}{where}{with_memory}."
+    name += f", which ran on {there}" if there and here != there else ""
+    name += ", which failed" if baseline.get("status") == "failed" else ""
+    if "samples_per_s" not in ratios:
+        return f"{ratios['peak_bytes']:.2f} of the peak memory of {name}."
+    memory = f", with {ratios['peak_bytes']:.2f} of its peak memory" if "peak_bytes" in ratios else ""
+    return f"{ratios['samples_per_s']:.2f} times as fast as {name}{memory}."
 
 
 def verdict(report: Report) -> str:

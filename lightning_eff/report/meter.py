@@ -9,9 +9,7 @@ Counting does not change the training. The parts of a step are timed later, in t
 
 from __future__ import annotations
 
-import functools
 import time
-import timeit
 import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -296,14 +294,12 @@ class Meter:
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return recorded if peak is None else peak
 
-    def summary(self, *, dtype: torch.dtype, world_size: int, has_failed: bool = False) -> dict[str, Any]:
+    def summary(self, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
         """Return the figures as plain values; None for figures that were not measured.
 
         Args:
             dtype: Operand dtype of matrix products, for the device's peak rate.
             world_size: Number of devices. Samples/s and tokens/s cover all devices, other figures one.
-            has_failed: Whether the run failed. Then nothing is computed on the device, which may be out of
-                memory or unusable.
         """
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
@@ -316,35 +312,19 @@ class Meter:
         flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None
         device = devices.of(self.device)
         tf32 = devices.float32_precision() == "tf32"
-        ceiling = device.peak(dtype, tf32=tf32)
-        if device.is_estimate:
-            ceiling = measured_peak(self.device, dtype) if flops_per_s and not has_failed else None
+        published = None if device.is_estimate else device.peak(dtype, tf32=tf32)
         has_allocator = allocator.peak_bytes(self.device) is not None
         return figures | {
             "world_size": world_size,
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
-            # MFU = achieved FLOP/s per device / peak FLOP/s of the data sheet or, if unknown, of a measured
-            # matrix product.
-            "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
-            "peak_flops_per_s": ceiling,
-            "peak_flops": "measured" if device.is_estimate else "published",
+            # MFU = achieved FLOP/s per device / peak FLOP/s of its data sheet
+            "mfu": flops_per_s / published if flops_per_s and published else None,
+            "peak_flops_per_s": published,
             "peak_bytes": self.peak_bytes(),
             "peak_measured": "max_memory_allocated" if has_allocator else "live bytes of the first batches",
         }
-
-
-@functools.cache
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large matrix product, for a device without a known data sheet."""
-    size = 512 if device.type == "cpu" else 4096
-    x = torch.ones(size, size, dtype=dtype, device=device)
-
-    def multiply() -> None:
-        (x @ x)[0, 0].item()  # waits for the device
-
-    return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=5))
 
 
 def samples_and_tokens(batch: object) -> tuple[int, int]:

@@ -69,7 +69,6 @@ def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) ->
     assert measured["samples_per_s"] > 0
     assert 0.0 <= measured["data_wait_share"] <= 1.0
     assert measured["tokens_per_s"] is None
-    assert measured["mfu"] > 0
     assert measured["peak_bytes"] >= 3 * sum(p.numel() * 4 for p in model.parameters()), "with momentum"
     again = fit(net(width=4096), tmp_path)["measured"]
     assert again["peak_bytes"] == measured["peak_bytes"], "live bytes are the same in every run"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +17,6 @@ from lightning_eff.report.meter import (
     Meter,
     Probe,
     Throughput,
-    measured_peak,
     samples_and_tokens,
 )
 from lightning_eff.report.recording import Recorder
@@ -63,9 +61,7 @@ def test_batches_are_timed_after_those_that_are_counted_and_the_warmup(clock: Si
     flops_per_sample = 2 * 2 * 10 * 10
     assert figures["peak_bytes"] >= 2 * 400 + 200
     assert figures["padding_share"] is None
-    assert figures["mfu"] == figures["flops_per_s"] / figures["peak_flops_per_s"]
-    assert figures["peak_flops"] == "measured"
-    assert figures["peak_flops_per_s"] == measured_peak(CPU, torch.float32) > 1e8
+    assert figures["mfu"] is None, "the peak of a CPU is an estimate"
     counts = {"num_batches": 3, "world_size": 3, "first_batch_s": 7.0}
     rates = {"samples_per_s": 3 * 15 / 27, "tokens_per_s": 3 * 105 / 27, "data_wait_share": 3 / 27}
     rates |= {"flops_per_sample": flops_per_sample, "flops_per_s": flops_per_sample * 15 / 27}
@@ -110,17 +106,12 @@ def test_the_peak_of_an_allocator_is_used_if_it_has_one(
     assert (figures["peak_bytes"], figures["peak_measured"]) == (12345, "max_memory_allocated")
     assert figures["num_batches"] == 3, "live bytes are not counted, so one counted batch is enough"
     assert figures["mfu"] == figures["flops_per_s"] / 989e12 > 0
-    assert (figures["peak_flops_per_s"], figures["peak_flops"]) == (989e12, "published")
+    assert figures["peak_flops_per_s"] == 989e12
     assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == figures["flops_per_s"] / 67e12
     # The older switches raise once the newer ones of PyTorch were used.
     monkeypatch.setattr(torch, "get_float32_matmul_precision", Mock(side_effect=RuntimeError))
     monkeypatch.setattr(devices, "float32_precision", lambda: "tf32")
     assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == figures["flops_per_s"] / 495e12
-    unknown = dataclasses.replace(devices.DEVICES["h200"], is_estimate=True)
-    monkeypatch.setattr(devices, "of", lambda device: unknown)
-    assert measured.summary(dtype=torch.float32, world_size=1, has_failed=True)["mfu"] is None
-    monkeypatch.setattr("lightning_eff.report.meter.measured_peak", lambda *_: 2 * figures["flops_per_s"])
-    assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == 0.5
 
 
 @pytest.mark.parametrize(
