@@ -27,7 +27,7 @@ check: setup .venv/check.stamp  ## format, lint, types, import directions, links
 	$(BIN)/zensical build --strict
 	$(BIN)/python -m pytest -n 0 tests/test_docs.py -k "menu or links"
 
-docs: setup .venv/check.stamp  ## the site, in site/; open site/index.html
+docs: setup .venv/check.stamp  ## the site, in site/; python -m http.server -d site
 	$(BIN)/zensical build --strict
 
 format: setup .venv/check.stamp  ## what `check` would complain about and can be mended by a machine

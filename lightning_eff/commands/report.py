@@ -202,11 +202,7 @@ def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str,
     configs = [portable_settings(run.settings) for run in runs]
     differing = iter(setting_differences([config for config in configs if config]))
     rows = [_row(run, next(differing) if config else None) for run, config in zip(runs, configs, strict=True)]
-    for run, row in zip(runs, rows, strict=True):
-        if run.overrides:
-            row["settings"] = {word.partition("=")[0]: word.partition("=")[2] for word in run.overrides}
-    unknown = [run.label for run in runs if not (run.settings or run.overrides)]
-    notes = [f"{label}: no {RESOLVED}, so its settings are unknown" for label in unknown]
+    notes: list[str] = []
     # Ratios are to the first run that was measured, so that a failed first run does not remove all ratios.
     first = next((index for index, row in enumerate(rows) if row["samples_per_s"]), 0)
     for run, row in zip(runs, rows, strict=True):
@@ -235,7 +231,8 @@ def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str,
         "folder": str(run.folder),
         "status": run.status,
         "reason": run.reason,
-        "settings": settings,
+        "settings": {key: value for key, _, value in (word.partition("=") for word in run.overrides)}
+        or settings,
         "num_steps": report.get("num_steps"),
         "samples_per_s": measured.get("samples_per_s"),
         "peak_bytes": measured.get("peak_bytes"),

@@ -5,9 +5,10 @@ to the run's other files. A failed run writes them too, with the reason, and aga
 is saved. All training batches after the first ones are measured; validation is excluded. Peak memory is the
 allocator's peak. On a CPU, which has none, it is the live bytes of the first batches, counted storage by
 storage. A compiled model is timed but not counted, because it does not dispatch its operations one by one.
-Parts of a step, modules and kinds of operations are timed in eleven later batches (report/step_time.py). In a
-notebook the monitor displays the page itself. An OOM error on CUDA leaves `memory_snapshot.pickle` with every
-block of the allocator. `record_memory_history` adds the stack of each allocation, and slows all of them down.
+MFU is shown on GPUs whose peak is published. Parts of a step, modules and kinds of operations are timed in
+eleven later batches (report/step_time.py). In a notebook the monitor displays the page itself. An OOM error
+on CUDA leaves `memory_snapshot.pickle` with every block of the allocator. `record_memory_history` adds the
+stack of each allocation, and slows all of them down.
 
 The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
 `eff/gradient_norm` (of the full gradient, before clipping), `eff/samples_per_second`,
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -213,7 +215,7 @@ class EfficiencyReport(pl.Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.meter is not None:
-            self._finish(trainer, self.meter, status="finished", reason="")
+            self._finish(trainer, self.meter, status="finished", reason=_limit_of(trainer))
             self._print()
 
     @override
@@ -224,11 +226,12 @@ class EfficiencyReport(pl.Callback):
             return
         meter, strategy = self.meter, trainer.strategy
         # Stopped from outside: such a run did not fail.
-        is_stop = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
-        reason = hide_secrets(f"{type(exception).__name__}: {exception}".splitlines()[0])
+        stops = {KeyboardInterrupt: "interrupted", SIGTERMException: "terminated by SIGTERM"}
+        stop = next((text for kind, text in stops.items() if isinstance(exception, kind)), "")
+        reason = stop or hide_secrets(f"{type(exception).__name__}: {exception}".splitlines()[0])
         # Before anything else allocates or frees memory.
         has_snapshot = is_out_of_memory(exception) and files.write_snapshot(meter.device, self._folder)
-        self._finish(trainer, meter, status="stopped" if is_stop else "failed", reason=reason)
+        self._finish(trainer, meter, status="stopped" if stop else "failed", reason=reason)
         self.report |= {"memory_snapshot": files.SNAPSHOT_FILE} if has_snapshot else {}
         teardown = strategy.teardown
 
@@ -253,8 +256,7 @@ class EfficiencyReport(pl.Callback):
             allocator.record_history(meter.device, is_on=False)
         dtype, held = matmul_dtype(str(trainer.precision), meter.device.type), meter.memory()
         optimizer_bytes = sum(sum(state_bytes(optimizer).values()) for optimizer in trainer.optimizers)
-        has_failed = status == "failed"
-        measured = meter.summary(dtype=dtype, world_size=trainer.world_size, has_failed=has_failed)
+        measured = meter.summary(dtype=dtype, world_size=trainer.world_size)
         findings = {
             "title": files.run_title(self._folder, self.recipe, trainer.lightning_module),
             "status": status,
@@ -273,7 +275,7 @@ class EfficiencyReport(pl.Callback):
             "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
             # After a device error, reading times from the device would raise it again.
-            "time": {} if has_failed or meter.times is None else meter.times.summary(),
+            "time": {} if status == "failed" or meter.times is None else meter.times.summary(),
             "attention": [row.as_dict() for row in meter.probe.attention],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "environment": machine.machine_info(meter.device),
@@ -330,6 +332,17 @@ class EfficiencyReport(pl.Callback):
         if name not in rows:
             raise KeyError(f"{name!r}: {suggest_name(name, rows)}")
         return rows[name]
+
+
+def _limit_of(trainer: pl.Trainer) -> str:
+    """Return what ended a fit, in the order in which Lightning checks its limits; empty if none did."""
+    for name, done in (("max_steps", trainer.global_step), ("max_epochs", trainer.current_epoch)):
+        limit = getattr(trainer, name)
+        if limit is not None and 0 <= limit <= done:
+            return f"{name}={limit} reached"
+    stopping = [each for each in rules.callbacks_of(trainer) if isinstance(each, (EarlyStopping, Timer))]
+    by = " or ".join(type(each).__name__ for each in stopping) or "a callback"
+    return f"stopped early by {by}" if trainer.should_stop else ""
 
 
 def _few_samples(batch: Any) -> Any:

@@ -120,12 +120,10 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
     listed = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest if size)
     total, free_bytes = human_bytes(sum(sizes.values())), human_bytes(recipe.memory.free_bytes)
     needed = f"it needs {total}, and {free_bytes} is free on {recipe.memory.name}: {listed}"
-    holders = [Holder(name, "", "", size, count=1) for name, size in largest if size]
+    holders = [Holder(name, "", name, size, count=1) for name, size in largest if size]
     if step_phase == now.peak.phase and now.peak.holders:
         holders = now.peak.holders
-        holder = holders[0]
-        origin = " in ".join(name for name in (holder.operation, holder.path) if name)
-        needed += f"; largest: {human_bytes(holder.num_bytes)} of {holder.category} ({origin})"
+        needed += f"; largest: {holders[0].name}, {human_bytes(holders[0].num_bytes)}"
     found["num_bytes"] = sum(sizes.values())
     found["holders"] = [asdict(each) for each in holders]
     if phase not in PREDICTED and phase != SETUP:

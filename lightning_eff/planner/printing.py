@@ -96,10 +96,10 @@ def forecast_text(forecast: MemoryForecast) -> str:
     rows.append(["total", *(human_bytes(sum(peak.by_phase[phase].values())) for phase in PHASES)])
     phases = [f"{phase} (peak)" if phase == peak.phase else phase for phase in PHASES]
     holders = [
-        [human_bytes(each.num_bytes), str(each.count), each.category, each.operation or "-", each.path or "-"]
+        [human_bytes(each.num_bytes), str(each.count), each.category, each.name]
         for each in peak.holders[:MAX_HOLDERS]
     ]
-    header = ["at the peak", "tensors", "category", "operation", "module"]
+    header = ["at the peak", "tensors", "category", "what"]
     tables = [text_table(["peak of phase", *phases], rows), text_table(header, holders, width=WIDTH)]
     return "\n".join([headline, *tables, *notes, *warned])
 

@@ -223,7 +223,7 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     components = rules.trainer_components(run.trainer)
     facts = rules.run_facts(run.trainer, run.module)
     before = {str(each) for each in rules.check_rules(components, facts)}
-    found: list[tuple[int, dict[str, Any]]] = []
+    for_memory, for_time = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, technique in catalog.techniques_with("suggest").items():
         each: Suggestion | None = None
         try:
@@ -246,8 +246,7 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
             continue
         notes = [f"{finding.found}: {finding.rule.reason}" for finding in new]
         saved_bytes = None if each.peak_bytes is None else run.peak_bytes - each.peak_bytes
-        row = {"try": each.remedy, "saved_bytes": saved_bytes, "why": "; ".join([each.why, *notes])}
-        found.append((saved_bytes or 0, row))
-    rows = [row for _, row in sorted(found, key=lambda pair: -pair[0])]
-    for_time = [row for row in rows if row["saved_bytes"] is None]
-    return [row for row in rows if row not in for_time][: MAX_SUGGESTIONS - len(for_time)] + for_time
+        row = {"technique": name, "try": each.remedy, "saved_bytes": saved_bytes}
+        (for_time if is_time else for_memory).append(row | {"why": "; ".join([each.why, *notes])})
+    for_memory.sort(key=lambda row: -row["saved_bytes"])
+    return for_memory[: MAX_SUGGESTIONS - len(for_time)] + for_time

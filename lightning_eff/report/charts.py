@@ -13,15 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lightning_eff.report.history import Point
 
 LEFT, TOP, RIGHT, BOTTOM = 72, 8, 472, 184
 """Edges of the plot in view box units; a letter is 14 high, which is readable on a phone."""
 NUM_TICKS = 5
-NUM_COLUMNS = 30
-"""Number of a histogram's columns."""
 LABEL_HEIGHT, NAME_LENGTH = 17, 24
 """Height of a name next to a scatter's dots, in view box units, and its maximum characters."""
 BASELINE_COLOR = 1
@@ -114,23 +110,6 @@ def draw(
     chart["marks"] = [(x_scale.place(x), text) for x, text in marks.items()]
     chart["legend"] = [(each.name, each.color) for each in series] if len(series) > 1 else []
     return chart
-
-
-def columns(values: Sequence[Sequence[float]], top: float) -> list[Series]:
-    """Return histograms: the percentage of values per column; the last column has all values above `top`.
-
-    Args:
-        values: Values of this run and, if it has one, of its baseline; both use the same columns.
-        top: End of the last column.
-    """
-    low = min(map(min, values))
-    series: list[Series] = []
-    for color, (name, each) in enumerate(zip(("this run", "baseline"), values, strict=False)):
-        counts, edges = np.histogram(np.minimum(each, top), NUM_COLUMNS, (low, top))
-        heights = np.repeat(100 * counts / len(each), 2).tolist()
-        points: list[Point] = [*zip(np.repeat(edges, 2).tolist(), [0.0, *heights, 0.0], strict=True)]
-        series.append(Series(name, points, color, is_area=color != BASELINE_COLOR))
-    return series
 
 
 def stacked(steps: Sequence[float], values: Mapping[str, Sequence[float]]) -> list[Series]:

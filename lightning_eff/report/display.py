@@ -28,6 +28,7 @@ from lightning_eff.report.step_time import DATA, OPTIMIZER, OTHER
 Report = Mapping[str, Any]
 FIGURES = {
     "batch_time_s": ("time per batch (median)", lambda x: f"{x * 1e3:.1f} ms"),
+    "batch_time_p90_s": ("time per batch (p90)", lambda x: f"{x * 1e3:.1f} ms"),
     "samples_per_s": ("samples/s", lambda x: f"{x:.1f}"),
     "tokens_per_s": ("tokens/s", human_count),
     "padding_share": ("of them padding", lambda x: f"{x:.1%}"),
@@ -43,25 +44,29 @@ MAX_ATTENTION_LINES = 4
 """Lines of attention in the text; the page and the ledger have all."""
 MAX_LINES = 6
 """Lines in one chart."""
-SLOW = 3.0
-"""The histogram's last column has all batches that take longer than this many medians."""
-LEAST_WAIT_MS = 1.0
 LEAST_SHARE = 0.005
 """Fraction of a step below which a part is not shown."""
 MAX_MODULE_WORDS = 3
 """Modules in the text; the page and the ledger have `step_time.MAX_MODULES`."""
 PART_NAMES = {
     FORWARD: "the forward pass", BACKWARD: "the backward pass", OPTIMIZER: "the optimizer",
-    DATA: "waiting for data", OTHER: "the rest (callbacks, logging)",
+    DATA: "the input (data wait, copy to the device)", OTHER: "the rest (callbacks, logging)",
 }  # fmt: skip
 LARGEST = 1e20
 """Larger values are not drawn: a diverged loss would flatten the rest of the line."""
 LINE_COLORS = [color for color in range(7) if color != BASELINE_COLOR]
-ADVICE = ("would save", "try", "what it acts on")
+ADVICE = ("would save", "try", "what it acts on", "read")
 EMPTY_PAGE: Report = {
-    "title": "", "verdict": "", "ended": "", "failure": None, "figures": (), "charts": (), "tables": (),
-    "notes": "", "environment": {}, "command": "", "config": "", "raw": {},
+    "title": "", "verdict": "", "ended": "", "failure": None, "figures": (), "lead": (), "charts": (),
+    "tables": (), "notes": "", "environment": {}, "command": "", "config": "", "raw": {},
 }  # fmt: skip
+SERIES_CHARTS = (
+    ("Throughput", "samples_per_s", "samples/s", "timed batch"),
+    ("Data wait", "data_wait_ms", "ms a batch", "timed batch"),
+    ("Learning rate", "learning_rate", "learning rate", "optimizer step"),
+    ("Gradient norm", "gradient_norm", "gradient norm", "optimizer step"),
+)
+"""Title, series (or the beginning of their names), and names of the axes."""
 CHARTED = ("losses", "series", "validation", "baseline")
 """Keys of the report that the page shows as charts, and omits from its raw JSON."""
 
@@ -80,42 +85,41 @@ def run_verdict(report: Report) -> str:
     """Summarize the end of a run in one or two sentences."""
     count, measured = report["num_steps"], report["measured"]
     steps, first = f"{count} optimizer step{'' if count == 1 else 's'}", report.get("first_step", 0)
-    steps += f" ({first + 1} to {first + count})" if first and count else ""  # of a resumed run
+    resumed = f"{first + 1} to {first + count}" if first and count else ""
     idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
     no_effect = f" No effect: {', '.join(idle)}." if idle else ""
     losses = [(step, float(loss)) for step, loss in report.get("losses") or ()]
     if losses and not math.isfinite(losses[-1][1]):
         last = next((step for step, loss in reversed(losses) if math.isfinite(loss)), 0)
         no_effect += f" The loss is {losses[-1][1]} after step {last}."
+    after = f"after {steps}{resumed and f' ({resumed})'}: {report['reason']}"
     if report["status"] == "stopped":
-        return f"Stopped after {steps}.{no_effect}"
+        return f"Stopped {after}.{no_effect}"
     if report["status"] != "finished":
-        return f"Failed after {steps}: {report['reason']}"
-    if not measured["num_batches"]:
-        return f"Finished {steps}: too few to measure speed.{no_effect}"
+        return f"Failed {after}"
     timed = f"{measured['num_batches']} batch{'' if measured['num_batches'] == 1 else 'es'} timed"
-    return f"Finished {steps} ({timed}).{no_effect}"
+    ended = [resumed, report["reason"], timed if measured["num_batches"] else "too few to measure speed"]
+    return f"Finished {steps} ({'; '.join(filter(None, ended))}).{no_effect}"
 
 
 def baseline_verdict(report: Report) -> str:
     """Compare a run to its baseline in one sentence; empty if nothing can be compared."""
     baseline: Report = report.get("baseline") or {}
-    ratios: list[float | None] = []
+    ratios: dict[str, float] = {}
     for key in ("samples_per_s", "peak_bytes"):
-        ours, other = report["measured"].get(key), baseline.get("measured", {}).get(key)
-        has_both = all(isinstance(each, int | float) and each for each in (ours, other))  # nan is text
-        ratios.append(ours / other if has_both else None)
-    speed, memory = ratios
-    if speed is None and memory is None:
+        ours, theirs = report["measured"].get(key), baseline.get("measured", {}).get(key)
+        if all(isinstance(each, int | float) and each for each in (ours, theirs)):  # nan is text
+            ratios[key] = ours / theirs
+    if not ratios:
         return ""
     name = f"the baseline ({baseline['title']})"
     here, there = (each.get("environment", {}).get("device", "") for each in (report, baseline))
-    where = f", which ran on {there}" if there and here != there else ""
-    where += ", which failed" if baseline.get("status") == "failed" else ""
-    if speed is None:
-        return f"{memory:.2f} of the peak memory of {name}{where}."
-    with_memory = "" if memory is None else f", with {memory:.2f} of its peak memory"
-    return f"{speed:.2f} times as fast as {name}{where}{with_memory}."
+    name += f", which ran on {there}" if there and here != there else ""
+    name += ", which failed" if baseline.get("status") == "failed" else ""
+    if "samples_per_s" not in ratios:
+        return f"{ratios['peak_bytes']:.2f} of the peak memory of {name}."
+    memory = f", with {ratios['peak_bytes']:.2f} of its peak memory" if "peak_bytes" in ratios else ""
+    return f"{ratios['samples_per_s']:.2f} times as fast as {name}{memory}."
 
 
 def verdict(report: Report) -> str:
@@ -129,17 +133,26 @@ def verdict(report: Report) -> str:
     if shares := (report.get("time") or {}).get("parts"):
         name, share = max(shares.items(), key=lambda item: item[1])
         parts.append(f"{PART_NAMES[name]} takes {share:.0%} of the time")
-    elif (waiting := measured.get("data_wait_share")) is not None:
-        subject, share = ("waiting for data", waiting) if waiting > 0.5 else ("computing", 1 - waiting)
-        parts.append(f"{subject} takes {share:.0%} of the time")
-    held: Mapping[str, int] = (report.get("memory") or {}).get("by_category", {})
+    memory: Report = report.get("memory") or {}
+    held: Mapping[str, int] = memory.get("by_category", {})
     if total := sum(held.values()):
         name, size = max(held.items(), key=lambda item: item[1])
-        parts.append(f"{name} take {size / total:.0%} of the peak memory ({human_bytes(total)})")
+        parts.append(
+            f"{name} take {size / total:.0%} of the peak memory ({human_bytes(total)}{_largest(memory)})"
+        )
     elif measured.get("peak_bytes"):
         parts.append(f"the peak memory is {human_bytes(measured['peak_bytes'])}")
     text = ", and ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else run_verdict(report)
+
+
+def _largest(memory: Report) -> str:
+    """Return the largest holder at the peak, to follow the sizes of categories; empty if there is none."""
+    holders = memory.get("holders")
+    if not holders:
+        return ""
+    tensors = f"{holders[0]['count']} tensors, " if holders[0]["count"] > 1 else ""
+    return f"; largest: {holders[0]['name']}, {tensors}{human_bytes(holders[0]['num_bytes'])}"
 
 
 def report_text(report: Report) -> str:
@@ -153,9 +166,10 @@ def report_text(report: Report) -> str:
     held = Counter({name: size for name, size in peak.get("by_category", {}).items() if size}).most_common()
     if held:
         sizes = ", ".join(f"{name} {human_bytes(size)}" for name, size in held)
-        lines.append(f" at the peak ({peak['phase']}): {sizes}")
+        lines.append(f" at the peak ({peak['phase']}): {sizes}{_largest(peak)}")
     if report.get("advice"):
-        lines.append(text_table(ADVICE, _advice_rows(report)))
+        lines.append(text_table(ADVICE[:3], [row[:3] for row in _advice_rows(report)]))
+        lines.append(" more about each: lightning-eff ls NAME, docs/techniques/NAME.md")
     attention = report.get("attention", ())
     lines += [f" attention: {row['text']}" for row in attention[:MAX_ATTENTION_LINES]]
     rows = [[row["technique"], row["status"], row["did"]] for row in report["ledger"]]
@@ -197,6 +211,7 @@ def report_page(report: Report, config: str = "") -> str:
         "ended": ended if ended != sentence else "",
         "failure": _failure(report),
         "figures": [(label, value, theirs.get(label, "")) for label, value in key_figures(report)],
+        "lead": [("What would help", ADVICE, _advice_rows(report))] if report.get("advice") else [],
         "charts": _charts(report),
         "tables": _tables(report),
         "notes": " ".join((report.get("time") or {}).get("notes", ())),
@@ -213,8 +228,9 @@ def render_page(page: Mapping[str, Any]) -> str:
 
     Args:
         page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` has sentences and an
-            override, `figures` name, value and baseline value. `tables` have title, header and rows; a float
-            in a row is a fraction, drawn as a bar. `raw` is shown as JSON at the end.
+            override, `figures` name, value and baseline value. `lead` has the tables before the charts,
+            `tables` the others, each with title, header and rows; a float in a row is a fraction, drawn as a
+            bar. `raw` is shown as JSON at the end.
 
     Example:
         >>> "a &lt; b" in render_page({"title": "a < b", "verdict": "fine"})
@@ -250,9 +266,14 @@ def _failure(report: Report) -> tuple[Sequence[str], str] | None:
     return (sentences, overrides) if sentences else None
 
 
-def _advice_rows(report: Report) -> list[tuple[str, str, str]]:
+def _advice_rows(report: Report) -> list[tuple[str, str, str, str]]:
     return [
-        ("time" if row["saved_bytes"] is None else human_bytes(row["saved_bytes"]), row["try"], row["why"])
+        (
+            "time" if row["saved_bytes"] is None else human_bytes(row["saved_bytes"]),
+            row["try"],
+            row["why"],
+            f"lightning-eff ls {row['technique']}\ndocs/techniques/{row['technique'].rpartition('/')[2]}.md",
+        )
         for row in report.get("advice", ())
     ]
 
@@ -273,13 +294,12 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[
         (row["text"], "\n".join(dict.fromkeys(row["modules"])), row["remedy"])
         for row in report.get("attention", ())
     ]
-    holders = ("of the peak", "bytes", "category", "where", "operation")
+    holders = ("of the peak", "bytes", "what", "category")
     tables = [
         ("Techniques", ("technique", "status", "what it did", "requested"), techniques),
         ("Largest holders, predicted", holders, _holder_rows(report.get("out_of_memory") or {})),
         ("Largest holders at the peak", holders, _holder_rows(memory)),
         *_time_tables(report.get("time") or {}),
-        ("What would help", ADVICE, _advice_rows(report)),
         ("Memory at the peak of each phase", ("category", *PHASES), phases),
         ("Attention of the first batch", ("what ran", "modules", "try"), attention),
     ]
@@ -311,7 +331,7 @@ def _holder_rows(held: Report) -> list[tuple[Any, ...]]:
         times = f" ({each['count']} tensors)" if each["count"] > 1 else ""
         size = f"{human_bytes(each['num_bytes'])}{times}"
         share = each["num_bytes"] / (held["num_bytes"] or 1)
-        rows.append((share, size, each["category"], each["path"], each["operation"]))
+        rows.append((share, size, each["name"], each["category"]))
     return rows
 
 
@@ -327,26 +347,18 @@ def _charts(report: Report) -> list[Chart]:
         title = "Memory reserved by the allocator" if peak else "Resident memory of the process"
         lines, compared = {"this run": held, "peak allocated so far": peak}, theirs.get("held_bytes", ())
         drawn += _line_chart(title, unit, lines, compared, size=size, lowest=0.0)
-    lines, compared = {"this run": series.get("samples_per_s", ())}, theirs.get("samples_per_s", ())
-    drawn += _line_chart("Throughput", "samples/s", lines, compared, x_name="timed batch", lowest=0.0)
-    drawn += _batch_times_chart(report, theirs.get("batch_times_ms", ()))
-    waits = series.get("data_wait_ms", ())
-    if max((wait for _, wait in waits), default=0.0) > LEAST_WAIT_MS:
-        lines, compared = {"this run": waits}, theirs.get("data_wait_ms", ())
-        drawn += _line_chart("Wait for data", "ms a batch", lines, compared, x_name="timed batch", lowest=0.0)
-
     val_losses = [name for name in validation if "loss" in name.lower()][: MAX_LINES - 1]
     lines = {"training": report.get("losses", ())} | {name: validation[name] for name in val_losses}
     drawn += _line_chart("Loss", "loss", lines, baseline.get("losses", ()))
-    metrics = [name for name in validation if "loss" not in name.lower() or not report.get("losses")]
-    for name in metrics:
-        lines, compared = {"this run": validation[name]}, their_validation.get(name, ())
-        drawn += _line_chart(f"Validation: {name}", name, lines, compared)
-    for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "gradient_norm")):
+    for name in validation:
+        if name not in val_losses or not report.get("losses"):
+            lines, compared = {"this run": validation[name]}, their_validation.get(name, ())
+            drawn += _line_chart(f"Validation: {name}", name, lines, compared)
+    for title, key, y_name, x_name in SERIES_CHARTS:
         # With several optimizers: learning_rate, learning_rate_2, ...
         names = [name for name in series if name.startswith(key)][:MAX_LINES]
-        lines = {name.replace("_", " "): series[name] for name in names}
-        drawn += _line_chart(title, title.lower(), lines, theirs.get(key, ()), lowest=0.0)
+        lines = {"this run" if name == key else name.replace("_", " "): series[name] for name in names}
+        drawn += _line_chart(title, y_name, lines, theirs.get(key, ()), x_name=x_name, lowest=0.0)
     return drawn
 
 
@@ -391,9 +403,8 @@ def _first_steps_chart(memory: Report) -> list[Chart]:
     timeline: Sequence[Mapping[str, Any]] = memory.get("timeline", ())
     if len(timeline) < 2:
         return []
-    path = f" in {memory['path']}" if memory["path"] else ""
-    at = f"{memory['phase']}: {memory['operation'] or 'before the first operation'}{path}"
-    caption = f"live bytes by category; the peak, {human_bytes(memory['num_bytes'])}, is in the {at}"
+    peak = f"peak: {human_bytes(memory['num_bytes'])}"
+    caption = f"live bytes by category; {peak}, in the {memory['phase']}{_largest(memory)}"
     size, unit = _byte_unit(max(sum(moment[name] for name in CATEGORIES) for moment in timeline))
     values = {name: [moment[name] / size for moment in timeline] for name in CATEGORIES}
     areas = charts.stacked([moment["event"] for moment in timeline], values)
@@ -404,21 +415,8 @@ def _first_steps_chart(memory: Report) -> list[Chart]:
         if one["phase"] == STEP != following["phase"]
     }
     top = max(timeline, key=lambda moment: sum(moment[name] for name in CATEGORIES))
-    marks = ends | {top["event"]: f"peak: {human_bytes(memory['num_bytes'])}"}
+    marks = ends | {top["event"]: peak}
     return [charts.draw("Memory of the first steps", caption, areas, "allocation events", unit, marks=marks)]
-
-
-def _batch_times_chart(report: Report, baseline: Sequence[float]) -> list[Chart]:
-    """Return a histogram of the times of batches."""
-    times: Sequence[float] = report.get("series", {}).get("batch_times_ms", ())
-    if len(times) < 2 or not max(times):
-        return []
-    shown = [each for each in (times, baseline) if each]
-    top = max(min(max(each), SLOW * each[len(each) // 2]) for each in shown)
-    median = report["measured"].get("batch_time_s")  # not of `times`, which may be thinned
-    caption = "" if median is None else f"median {1e3 * median:.1f} ms, "
-    caption += f"slowest {times[-1]:.1f} ms" + (" (in the last column)" if times[-1] > top else "")
-    return [charts.draw("Time per batch", caption, charts.columns(shown, top), "ms", "% of the batches")]
 
 
 def _byte_unit(largest: float) -> tuple[float, str]:

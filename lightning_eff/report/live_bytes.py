@@ -70,12 +70,12 @@ class LiveBytes(InfraMode):
                     # A weak reference: the storage still dies with its last tensor.
                     reference = weakref.ref(storage, lambda _, key=key: self.on_change(key, None))
                     self._alive[key] = (reference, 0)
-                    self.on_change(key, num_bytes)
+                    self.on_change(key, num_bytes, tuple(tensor.shape))
                 elif num_bytes != self._alive[key][1]:
                     self.on_change(key, num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
-    def on_change(self, key: int, num_bytes: int | None) -> None:
+    def on_change(self, key: int, num_bytes: int | None, shape: tuple[int, ...] = ()) -> None:  # noqa: ARG002
         """Count a storage that is new, resized, or freed (None); `key` identifies it until it is freed."""
         reference, before = self._alive.pop(key)
         self.now_bytes += (num_bytes or 0) - before

@@ -9,9 +9,7 @@ Counting does not change the training. The parts of a step are timed later, in t
 
 from __future__ import annotations
 
-import functools
 import time
-import timeit
 import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,9 +35,9 @@ from lightning_eff.report.step_time import DATA, StepTimes
 
 FETCH_METHODS = "_on_before_fetch", "_on_after_fetch"
 """Methods that Lightning 2.6's epoch loop calls before and after it waits for the next training batch."""
+LEAST_WAIT = 0.05
+"""Fraction of a mean batch time that the longest data wait must exceed to be charted."""
 INTEGERS = {torch.int64, torch.int32}
-NUM_TIMES = 500
-"""Maximum number of batch times kept for the page."""
 
 
 class Probe:
@@ -150,20 +148,16 @@ class Throughput:
         }
 
     def series(self) -> dict[str, Any]:
-        """Return samples/s and the wait for data in ms by timed batch, and the sorted times of batches in ms.
-
-        In a long run, a point is the mean of several batches, and only every second, third, ... time is kept.
-        """
+        """Return samples/s and the data wait in ms by timed batch, or by several batches in a long run."""
         times_s, samples, waits_s = (
             thinned(list(enumerate(values, 1))) for values in (self.batch_times_s, self.samples, self.waits_s)
         )
         # Mean samples divided by mean time is the rate of the stretch; a mean of rates would not be.
         rates = [(n, count / s) for (n, s), (_, count) in zip(times_s, samples, strict=True) if s > 0.0]
-        waits = [(number, 1e3 * wait_s) for number, wait_s in waits_s]
-        ordered = sorted(self.batch_times_s)
-        kept = ordered[:: -(-len(ordered) // NUM_TIMES) or 1]
-        times = [*kept, *ordered[-1:]] if kept[-1:] != ordered[-1:] else kept  # keep the slowest
-        return {"samples_per_s": rates, "data_wait_ms": waits, "batch_times_ms": [1e3 * s for s in times]}
+        total_s = sum(self.batch_times_s)
+        has_waited = max(self.waits_s, default=0.0) * len(self.waits_s) > LEAST_WAIT * total_s
+        waits = [(number, 1e3 * wait_s) for number, wait_s in waits_s if has_waited]
+        return {"samples_per_s": rates, "data_wait_ms": waits}
 
 
 class DataWait:
@@ -300,14 +294,12 @@ class Meter:
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return recorded if peak is None else peak
 
-    def summary(self, *, dtype: torch.dtype, world_size: int, has_failed: bool = False) -> dict[str, Any]:
+    def summary(self, *, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
         """Return the figures as plain values; None for figures that were not measured.
 
         Args:
             dtype: Operand dtype of matrix products, for the device's peak rate.
             world_size: Number of devices. Samples/s and tokens/s cover all devices, other figures one.
-            has_failed: Whether the run failed. Then nothing is computed on the device, which may be out of
-                memory or unusable.
         """
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
@@ -320,36 +312,19 @@ class Meter:
         flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None
         device = devices.of(self.device)
         tf32 = devices.float32_precision() == "tf32"
-        ceiling = device.peak(dtype, tf32=tf32)
-        if device.is_estimate:
-            ceiling = measured_peak(self.device, dtype) if flops_per_s and not has_failed else None
+        published = None if device.is_estimate else device.peak(dtype, tf32=tf32)
         has_allocator = allocator.peak_bytes(self.device) is not None
         return figures | {
             "world_size": world_size,
-            "first_batch_samples": num_samples or None,
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
-            # MFU = achieved FLOP/s per device / peak FLOP/s of the data sheet or, if unknown, of a measured
-            # matrix product.
-            "mfu": flops_per_s / ceiling if flops_per_s and ceiling else None,
-            "peak_flops_per_s": ceiling,
-            "peak_flops": "measured" if device.is_estimate else "published",
+            # MFU = achieved FLOP/s per device / peak FLOP/s of its data sheet
+            "mfu": flops_per_s / published if flops_per_s and published else None,
+            "peak_flops_per_s": published,
             "peak_bytes": self.peak_bytes(),
             "peak_measured": "max_memory_allocated" if has_allocator else "live bytes of the first batches",
         }
-
-
-@functools.cache
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large matrix product, for a device without a known data sheet."""
-    size = 512 if device.type == "cpu" else 4096
-    x = torch.ones(size, size, dtype=dtype, device=device)
-
-    def multiply() -> None:
-        (x @ x)[0, 0].item()  # waits for the device
-
-    return 2 * size**3 / min(timeit.repeat(multiply, number=1, repeat=5))
 
 
 def samples_and_tokens(batch: object) -> tuple[int, int]:

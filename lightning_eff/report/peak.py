@@ -5,13 +5,13 @@ The meter (for the report) and predict.py replay a `Recorder` with it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff.report import recording
-from lightning_eff.report.module_tracker import PHASES, STEP, merged_path
+from lightning_eff.report.module_tracker import BACKWARD, PHASES, STEP, merged_path
 from lightning_eff.report.recording import CATEGORIES, Allocation, Event, Recorder
 
 MAX_HOLDERS = 12
@@ -19,6 +19,14 @@ MAX_HOLDERS = 12
 PASSING = (recording.BATCH, recording.ACTIVATIONS, recording.TEMPORARIES)
 POINTS = 200
 """Maximum points of a timeline."""
+NOUNS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"), "output of") | {
+    "_log_softmax": "log-probabilities in", "_to_copy": "cast in", "empty": "workspace in",
+}  # fmt: skip
+"""Names of what operations of a forward pass compute, with the word before the module."""
+BACKWARD_NOUNS = {
+    "_log_softmax_backward_data": "gradient of the logits in",
+    "nll_loss_backward": "gradient of the log-probabilities in",
+}
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,9 @@ class Holder:
     """A group of storages alive at the peak that differ only in the number of their layer."""
 
     category: str
-    path: str
-    """`Allocation.path`, with `*` for each number."""
     operation: str
+    name: str
+    """What it is, for example `logits of lm_head [1016, 2048]`; with a shape if all have the same."""
     num_bytes: int
     count: int
 
@@ -127,13 +135,40 @@ def host_bytes(recorder: Recorder) -> int:
 def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[Holder]:
     """Return the largest holders after the given events."""
     sizes: Counter[tuple[str, str, str]] = Counter()
-    counts: Counter[tuple[str, str, str]] = Counter()
+    shapes: defaultdict[tuple[str, str, str], list[tuple[int, ...]]] = defaultdict(list)
     last_sizes = {event.allocation: event.num_bytes for event in events}
     for index, num_bytes in last_sizes.items():
         if num_bytes:
             made = recorder.allocations[index]
-            key = made.category, merged_path(made.path), made.operation
+            key = made.category, made.operation, _name_of(made)
             sizes[key] += -(-num_bytes // block_bytes) * block_bytes
-            counts[key] += 1
-    largest = sizes.most_common(MAX_HOLDERS)
-    return [Holder(*key, num_bytes=num_bytes, count=counts[key]) for key, num_bytes in largest]
+            shapes[key].append(made.shape)
+    holders: list[Holder] = []
+    for (category, operation, name), num_bytes in sizes.most_common(MAX_HOLDERS):
+        found = shapes[category, operation, name]
+        shape = f" {list(found[0])}" if len({*found}) == 1 and found[0] else ""
+        holders.append(Holder(category, operation, f"{name}{shape}", num_bytes, len(found)))
+    return holders
+
+
+def _name_of(made: Allocation) -> str:
+    """Return what a storage is, in the words of an engineer, equal for repeated blocks."""
+    noun, path = NOUNS.get(made.operation, f"result of {made.operation} in"), merged_path(made.path)
+    if made.category in (recording.PARAMETERS, recording.BUFFERS):
+        return path
+    if made.category in (recording.STATE, recording.BATCH):
+        return made.category
+    if made.category == recording.GRADIENTS:
+        return f"gradient of {path}"
+    if made.phase == STEP:
+        return f"result of {made.operation} in the optimizer step"
+    if made.is_logits:
+        noun = "logits of"
+    elif made.phase == BACKWARD and not made.recomputed:
+        noun = BACKWARD_NOUNS.get(made.operation, "gradient in")
+    elif "softmax" in made.operation and made.shape[-1:] == made.shape[-2:-1]:
+        noun = "attention scores of"
+    elif "attention" in made.operation:
+        noun = "output of"
+    is_outside = path in ("", "(root)")
+    return noun.rpartition(" ")[0] if is_outside else f"{noun} {path}"

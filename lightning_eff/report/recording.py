@@ -51,6 +51,10 @@ class Allocation:
     category: str = TEMPORARIES
     recomputed: bool = False
     """Whether it was allocated in a forward pass inside the backward pass."""
+    shape: tuple[int, ...] = ()
+    """Shape of its first tensor."""
+    is_logits: bool = False
+    """Whether it is the input of a log-softmax."""
     block_call: int = 0
     """Number of the repeated block's call that allocated it in a forward pass; 0 outside of blocks."""
 
@@ -87,7 +91,6 @@ class Recorder(LiveBytes):
         """Indices of storages that stay in host memory on any device."""
         self.flops = 0
         """FLOPs of all operations recorded so far."""
-        self.num_batches = 0
         self._index_of: dict[int, int] = {}
         """Index of each live storage, by its key."""
         self._operation = ""
@@ -135,16 +138,15 @@ class Recorder(LiveBytes):
             self.add(tree_leaves(list(optimizer.state.values())))
         self._mark_gradients_and_state()
         hooks.callback(self._mark_gradients_and_state)
-        self.num_batches += 1
         return hooks
 
     @override
-    def on_change(self, key: int, num_bytes: int | None) -> None:
+    def on_change(self, key: int, num_bytes: int | None, shape: tuple[int, ...] = ()) -> None:
         super().on_change(key, num_bytes)
         tracker = self._tracker
         # Storages that `begin` adds have no operation, because they existed before the step.
         if key not in self._index_of:
-            allocation = Allocation(self._operation, "", FORWARD)
+            allocation = Allocation(self._operation, "", FORWARD, shape=shape)
             if self._operation:
                 allocation.path, allocation.phase = tracker.path, tracker.phase
                 allocation.recomputed = tracker.is_recomputing
@@ -174,6 +176,8 @@ class Recorder(LiveBytes):
             if self._was_recomputing and not tracker.is_recomputing:
                 self._mark_activations(recomputed=True)
             self._was_recomputing = tracker.is_recomputing
+        if self._operation == "_log_softmax" and (logits := self._storage_index(args[0])) >= 0:
+            self.allocations[logits].is_logits = True
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.flops += flops_of(func, args, kwargs or {}, out)
         self.attention.observe(func, args, kwargs or {}, out)

@@ -5,8 +5,7 @@ The meter (meter.py) calls it. It measures three things, one after the other, af
 1. Parts of the step, in at least `NUM_BATCHES` batches and complete optimizer steps: forward, backward,
    optimizer, data, and the rest (callbacks, logging, Lightning). The strategy's methods are timed, so these
    batches run at normal speed.
-2. Modules, in two batches with hooks around every module. `module_overhead` is the fraction of their forward
-   that hooks take.
+2. Modules, in two batches with hooks around every module. The time that a hook takes counts for the module.
 3. Operations, in one batch: matrix products, and pointwise operations with reductions. A grouped convolution
    is neither: it is memory-bound, and no technique makes it faster.
 
@@ -20,11 +19,10 @@ from __future__ import annotations
 
 import re
 import time
-import timeit
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from itertools import count, pairwise
 from typing import Any
 from unittest.mock import patch
@@ -185,7 +183,6 @@ class StepTimes:
         self.is_done = False
         self._strategy, self._has_modules = strategy, has_modules
         self._classes: dict[str, str] = {}
-        self._hook_s = 0.0
         self._parts: Timeline | None = None
         self._modules: Timeline | None = None
         self._operations: Timeline | None = None
@@ -224,8 +221,6 @@ class StepTimes:
                     for _ in range(NUM_MODULE_BATCHES):
                         yield
                     timeline.end_step(NUM_MODULE_BATCHES)
-                    self._hook_s = _call_s()
-                self._hook_s = max(0.0, self._hook_s - _call_s())
             self._modules = timeline
             with self._measuring(OperationTimes) as timeline:
                 yield
@@ -280,19 +275,16 @@ class StepTimes:
             "parts": {part: seconds.get((part, ""), 0.0) / total_s for part in PARTS},
         }
         if self._modules is not None:
-            found |= self._module_figures(self._modules)
-            notes.append(
-                f"Modules: {NUM_MODULE_BATCHES} batches after these, left out of the throughput; hooks took "
-                f"{found['module_overhead']:.1%} of the time of their forward pass."
-            )
+            found["modules"] = self._module_rows(self._modules)
+            notes.append(f"Modules: {NUM_MODULE_BATCHES} batches after these, left out of the throughput.")
         if self._operations is not None:
             found |= _operation_figures(self._operations, total_s / parts.num_batches)
             shares = found["operations"].items()
             notes.append(f"Of one batch, {' and '.join(f'{kind} {share:.0%}' for kind, share in shares)}.")
         return found | {"notes": notes}
 
-    def _module_figures(self, timeline: Timeline) -> dict[str, Any]:
-        """Return the modules with the most own time, and the fraction of the forward that hooks take."""
+    def _module_rows(self, timeline: Timeline) -> list[dict[str, Any]]:
+        """Return the modules with the most own time."""
         own_s: defaultdict[Key, float] = defaultdict(float)
         calls: Counter[Key] = Counter()
         for (part, name), seconds in timeline.seconds().items():
@@ -301,7 +293,7 @@ class StepTimes:
                 own_s[key] += seconds
                 calls[key] += timeline.entered[part, name]
         forward_s, num_batches = sum(own_s.values()) or 1.0, timeline.num_batches
-        rows = [
+        return [
             {
                 "path": path,
                 "class": class_name,
@@ -312,12 +304,6 @@ class StepTimes:
             for (path, class_name), seconds in sorted(own_s.items(), key=lambda item: -item[1])[:MAX_MODULES]
             if seconds
         ]
-        return {"modules": rows, "module_overhead": self._hook_s * calls.total() / forward_s}
-
-
-def _call_s() -> float:
-    """Return the seconds that a call of an empty module takes with the currently installed hooks."""
-    return min(timeit.repeat(partial(nn.Identity(), None), number=20, repeat=5)) / 20
 
 
 def _operation_figures(timeline: Timeline, batch_s: float) -> dict[str, Any]:

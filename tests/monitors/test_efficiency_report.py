@@ -69,7 +69,6 @@ def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) ->
     assert measured["samples_per_s"] > 0
     assert 0.0 <= measured["data_wait_share"] <= 1.0
     assert measured["tokens_per_s"] is None
-    assert measured["mfu"] > 0
     assert measured["peak_bytes"] >= 3 * sum(p.numel() * 4 for p in model.parameters()), "with momentum"
     again = fit(net(width=4096), tmp_path)["measured"]
     assert again["peak_bytes"] == measured["peak_bytes"], "live bytes are the same in every run"
@@ -150,6 +149,17 @@ def test_a_compiled_model_is_timed_and_not_counted(how: str, tmp_path: Path) -> 
     assert measured["num_batches"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_resumed_run_without_a_step_left_says_why(tmp_path: Path) -> None:
+    for ckpt_path, num_steps in ((None, 10), (tmp_path / "last.ckpt", 0)):
+        saver = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=10)
+        monitor = EfficiencyReport(dirpath=tmp_path)
+        keywords: dict[str, Any] = {"max_epochs": 1, "max_steps": 99, "enable_checkpointing": True}
+        trainer = make_trainer(callbacks=[saver, monitor], **keywords)
+        trainer.fit(Net(), make_loader(), ckpt_path=ckpt_path)
+        assert (monitor.report["num_steps"], monitor.report["reason"]) == (num_steps, "max_epochs=1 reached")
+
+
 class Validated(Net):
     def on_train_start(self) -> None:
         self.log("only_in_training", 3.0)
@@ -165,7 +175,6 @@ def test_curves_of_the_run_are_kept_by_step(tmp_path: Path) -> None:
     assert validation["val_loss"][-1][1] == report["metrics"]["val_loss"]
     assert list(validation) == ["val_loss"], "what the training has logged is none of validation's"
     assert [batch for batch, _ in series["samples_per_s"]] == [*range(1, 14)], "seven are left out"
-    assert len(series["batch_times_ms"]) == 13
     assert series["held_bytes"][0][0] == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_eff.report.charts import BOTTOM, LABEL_HEIGHT, Scale, columns, draw, scatter, stacked
+from lightning_eff.report.charts import BOTTOM, LABEL_HEIGHT, Scale, draw, scatter, stacked
 from lightning_eff.report.recording import CATEGORIES
 from tests.support.reports import TIMELINE
 
@@ -45,17 +45,3 @@ def test_any_values_have_ticks_in_order_and_places_on_the_axis(
     assert places == sorted(places)
     assert all(-0.1 <= place <= 100.1 for place in [*places, *map(axis.place, values)])
     assert len({text for _, text in axis.ticks()}) == len(places) or math.ulp(max(map(abs, values))) > 1e-9
-
-
-@pytest.mark.parametrize(
-    ("times", "top", "last"), [([1.0, 2.0, 31.0, 400.0], 31.0, 50.0), ([5.0] * 2, 5.0, 100.0)]
-)
-def test_columns_have_all_values_and_the_slow_ones_are_in_the_last(
-    times: list[float], top: float, last: float
-) -> None:
-    own, baseline = columns([times, [2.0, 2.0]], top)
-    for series in (own, baseline):
-        assert sum(height for _, height in series.points) == pytest.approx(200), "each column has two corners"
-        assert (series.points[0][1], series.points[-1][1]) == (0.0, 0.0)
-    assert own.points[-2] == (top, last)
-    assert (own.is_area, baseline.is_area) == (True, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,11 +12,11 @@ from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
+from lightning_eff.report.history import NUM_POINTS
 from lightning_eff.report.meter import (
     Meter,
     Probe,
     Throughput,
-    measured_peak,
     samples_and_tokens,
 )
 from lightning_eff.report.recording import Recorder
@@ -62,10 +61,8 @@ def test_batches_are_timed_after_those_that_are_counted_and_the_warmup(clock: Si
     flops_per_sample = 2 * 2 * 10 * 10
     assert figures["peak_bytes"] >= 2 * 400 + 200
     assert figures["padding_share"] is None
-    assert figures["mfu"] == figures["flops_per_s"] / figures["peak_flops_per_s"]
-    assert figures["peak_flops"] == "measured"
-    assert figures["peak_flops_per_s"] == measured_peak(CPU, torch.float32) > 1e8
-    counts = {"num_batches": 3, "world_size": 3, "first_batch_s": 7.0, "first_batch_samples": 5}
+    assert figures["mfu"] is None, "the peak of a CPU is an estimate"
+    counts = {"num_batches": 3, "world_size": 3, "first_batch_s": 7.0}
     rates = {"samples_per_s": 3 * 15 / 27, "tokens_per_s": 3 * 105 / 27, "data_wait_share": 3 / 27}
     rates |= {"flops_per_sample": flops_per_sample, "flops_per_s": flops_per_sample * 15 / 27}
     rates |= {"batch_time_s": 9.0, "batch_time_p90_s": 9.8}
@@ -109,17 +106,12 @@ def test_the_peak_of_an_allocator_is_used_if_it_has_one(
     assert (figures["peak_bytes"], figures["peak_measured"]) == (12345, "max_memory_allocated")
     assert figures["num_batches"] == 3, "live bytes are not counted, so one counted batch is enough"
     assert figures["mfu"] == figures["flops_per_s"] / 989e12 > 0
-    assert (figures["peak_flops_per_s"], figures["peak_flops"]) == (989e12, "published")
+    assert figures["peak_flops_per_s"] == 989e12
     assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == figures["flops_per_s"] / 67e12
     # The older switches raise once the newer ones of PyTorch were used.
     monkeypatch.setattr(torch, "get_float32_matmul_precision", Mock(side_effect=RuntimeError))
     monkeypatch.setattr(devices, "float32_precision", lambda: "tf32")
     assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == figures["flops_per_s"] / 495e12
-    unknown = dataclasses.replace(devices.DEVICES["h200"], is_estimate=True)
-    monkeypatch.setattr(devices, "of", lambda device: unknown)
-    assert measured.summary(dtype=torch.float32, world_size=1, has_failed=True)["mfu"] is None
-    monkeypatch.setattr("lightning_eff.report.meter.measured_peak", lambda *_: 2 * figures["flops_per_s"])
-    assert measured.summary(dtype=torch.float32, world_size=1)["mfu"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -165,17 +157,15 @@ def test_padding_is_a_fraction_of_the_tokens_of_timed_batches(clock: SimpleNames
 
 def test_series_have_every_batch_of_a_short_run_and_means_of_a_long_one(clock: SimpleNamespace) -> None:
     throughput = Throughput()
-    assert throughput.series() == {"samples_per_s": [], "data_wait_ms": [], "batch_times_ms": []}
+    assert throughput.series() == {"samples_per_s": [], "data_wait_ms": []}
     for seconds in (2.0, 4.0, 1.0):
         clock.now += seconds
         throughput.finish_batch(4, 0, seconds / 2)
     assert throughput.series() == {
         "samples_per_s": [(1, 2.0), (2, 1.0), (3, 4.0)],
         "data_wait_ms": [(1, 1000.0), (2, 2000.0), (3, 500.0)],
-        "batch_times_ms": [1000.0, 2000.0, 4000.0],
     }
     for _ in range(10_000 - 3):
         clock.now += 2.0
         throughput.finish_batch(4, 0, 1.0)
-    times = throughput.series()["batch_times_ms"]
-    assert (len(times), times[0], times[-1]) == (501, 1000.0, 4000.0), "the slowest is always there"
+    assert len(throughput.series()["samples_per_s"]) <= NUM_POINTS

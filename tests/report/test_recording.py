@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.report.live_bytes import LiveBytes
@@ -101,6 +103,26 @@ def test_categories_of_a_layer_by_hand() -> None:
     }  # fmt: skip
 
 
+def test_holders_at_the_peak_are_named_as_an_engineer_would() -> None:
+    net = nn.Sequential(OrderedDict(up=nn.Linear(4, 8, bias=False), lm_head=nn.Linear(8, 64, bias=False)))
+    recorder, target = Recorder(), torch.zeros(16, dtype=torch.long)
+    with recorder.begin([], net, []), recorder:
+        logits = net(torch.ones(16, 4))
+        F.cross_entropy(logits, target).backward()
+    names = [each.name for each in Peak.of(recorder).holders if each.num_bytes >= 16 * 8 * 4]
+    assert sorted(names) == [
+        "gradient of the log-probabilities [16, 64]", "gradient of the logits [16, 64]",
+        "lm_head.weight [64, 8]", "log-probabilities [16, 64]",
+        "logits of lm_head [16, 64]", "output of up [16, 8]",
+    ]  # fmt: skip
+    scores = torch.ones(2, 3, 6, 6)
+    recorder = Recorder()
+    with recorder.begin([scores], net, []), recorder:
+        kept = scores.softmax(-1)
+    names = [each.name for each in Peak.of(recorder).holders]
+    assert {"batch [2, 3, 6, 6]", f"attention scores {list(kept.shape)}"} <= {*names}
+
+
 def test_buffers_and_existing_tensors_have_their_categories() -> None:
     recorder = record(nn.BatchNorm1d(10), None, 1)
     peak = Peak.of(recorder)
@@ -171,5 +193,5 @@ def test_tied_weights_are_one_storage_and_layers_one_holder() -> None:
     peak = Peak.of(record(net, None, 1))
     assert peak.by_category["parameters"] == 1200
     weights = next(each for each in peak.holders if each.category == "parameters")
-    assert (weights.path, weights.count, weights.num_bytes) == ("*.weight", 3, 1200)
+    assert (weights.name, weights.count, weights.num_bytes) == ("*.weight [10, 10]", 3, 1200)
     assert Peak.of(Recorder()).num_bytes == 0, "a record of nothing"

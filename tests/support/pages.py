@@ -7,13 +7,17 @@ A frame lies between two markers; the rest is written by hand.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import lightning_eff
 from lightning_eff.comparison.result_table import cells
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import keep_overrides
@@ -68,7 +72,12 @@ def pages() -> dict[Path, str]:
 
 def framed(source: str, *, is_alone: bool = True) -> str:
     """Return a frame with its markers, from the name of a technique or of something else that is written."""
-    written = {"techniques": techniques_table, "recipes": recipes_table, "excerpt": excerpt}
+    written = {
+        "techniques": techniques_table,
+        "recipes": recipes_table,
+        "excerpt": excerpt,
+        "docstrings": reference,
+    }
     if source in written:
         text = written[source]()
     elif source.startswith("benchmarks"):
@@ -207,6 +216,40 @@ def excerpt() -> str:
     ((content, rows),) = (each for each in benchmarks.comparisons() if each[0]["recipe"] == "lm")
     shown = table(COMPARED, [cells(row)[:-1] for row in rows if row.technique in SHOWN])
     return f"{shown}\n\n{benchmarks.measured_on(content)}"
+
+
+def reference() -> str:
+    """Return every public name with its signature, summary and arguments, from its source."""
+    by_folder: dict[str, list[str]] = {}
+    for name, module in sorted(lightning_eff.public_names().items(), key=lambda item: item[0].lower()):
+        folder, _, option = module.removeprefix("lightning_eff.").rpartition(".")
+        parts = [f"### {name}", *documented(name)]
+        if f"{folder}/{option}" in TECHNIQUES:
+            parts.append(f"More: [{option}](techniques/{option}.md).")
+        by_folder.setdefault(folder, []).append("\n\n".join(parts))
+    return "\n\n".join("\n\n".join([f"## {folder}", *by_folder[folder]]) for folder in sorted(by_folder))
+
+
+def documented(name: str) -> Iterator[str]:
+    """Yield the signature of a public name, the summary of its docstring, and a table of its arguments."""
+    found: Any = getattr(lightning_eff, name)
+    function: Any = inspect.unwrap(found.__init__ if isinstance(found, type) else found)
+    is_ours = str(getattr(function, "__module__", "")).startswith(
+        "lightning_eff."
+    )  # not an enum's, or torch's
+    if is_ours:
+        source = textwrap.dedent(inspect.getsource(function))
+        node: Any = ast.parse(source).body[0]
+        text = "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])
+        text = re.sub(r"^def __init__\((\s*)self,?\s*", rf"{name}(\1", text).removeprefix("def ")
+        yield f"```python\n{text.removesuffix(':').removesuffix(' -> None')}\n```"
+    docstring = f"{inspect.cleandoc(found.__doc__)}\n"
+    yield quoted(docstring.partition("\n")[0])
+    section = re.search(r"^Args:\n((?: .*\n|\n)+)", docstring, re.MULTILINE)
+    arguments = re.split(r"^    (\w+): ", section[1] if section else "", flags=re.MULTILINE)[1:]
+    if arguments:
+        pairs = zip(arguments[::2], arguments[1::2], strict=True)
+        yield table(["argument", "meaning"], ([f"`{each}`", " ".join(text.split())] for each, text in pairs))
 
 
 if __name__ == "__main__":

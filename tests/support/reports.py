@@ -32,9 +32,11 @@ TIME = {
         {"path": "blocks.*.mlp", "class": "MLP", "share": 0.75, "batch_s": 0.1875, "calls": 12.0},
         {"path": "(outside of modules)", "class": "", "share": 0.25, "batch_s": 0.0625, "calls": 1.0},
     ],
-    "module_overhead": 0.0125, "operations": {"matrix products": 0.5, "pointwise operations": 0.25},
+    "operations": {"matrix products": 0.5, "pointwise operations": 0.25},
     "num_operations": 100, "operation_s": 1e-5, "notes": ["A note.", "Another."],
 }  # fmt: skip
+HOLDER = {"category": "activations", "name": "logits of lm_head [1016, 2048]"}
+HOLDER |= {"num_bytes": 3 * 2**19, "count": 3}
 EMPTY = dict.fromkeys(CATEGORIES, 0)
 TIMELINE = [
     EMPTY | {"event": event, "phase": phase, "parameters": 10 * 2**20, "activations": size * 2**20}
