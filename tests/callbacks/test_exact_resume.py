@@ -23,7 +23,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
-    WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -132,7 +131,7 @@ def fit(loader: Any, *callbacks: pl.Callback, ckpt: Path | None = None, **keywor
     validation = keywords.pop("validation", None)
     is_saving = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     settings = {"enable_checkpointing": is_saving, "num_sanity_val_steps": 0}
-    settings |= {"max_epochs": 3, "max_steps": -1}
+    settings |= {"max_epochs": 2, "max_steps": -1}
     trainer = make_trainer(callbacks=list(callbacks), **(settings | keywords))
     trainer.fit(model, loader, validation, ckpt_path=ckpt)
     return model
@@ -162,27 +161,24 @@ def own_generator() -> DataLoader[Tensor]:
     return shuffled(generator=torch.Generator().manual_seed(5))
 
 
-Case = tuple[Callable[[], Any], dict[str, Any]]
 VALIDATION = functools.partial(shuffled, Samples(4), shuffle=False)
-CASES: dict[str, Case] = {
+BY_STEPS = {"max_steps": 10, "max_epochs": -1}
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "plain": (shuffled, {}),
-    "in order": (functools.partial(shuffled, shuffle=False), {}),
+    "plain, by steps": (shuffled, BY_STEPS),
     "samples that draw": (lambda: shuffled(Samples(draws=True)), {}),
-    "workers": (functools.partial(shuffled, num_workers=2), {}),
-    "workers that draw": (lambda: shuffled(Samples(draws=True), num_workers=2), {}),
+    "workers that draw": (lambda: shuffled(Samples(draws=True), num_workers=2), BY_STEPS),
     "collation that draws": (functools.partial(shuffled, num_workers=2, collate_fn=noisy), {}),
     "generator": (own_generator, {}),
-    "sampler with generators": (lambda: shuffled(shuffle=None, sampler=OwnGenerator()), {}),
-    "sampler": (functools.partial(shuffled, shuffle=None, sampler=Backwards()), {}),
-    "weighted": (lambda: shuffled(shuffle=None, sampler=WeightedRandomSampler([1.0, 2.0] * 6, 12)), {}),
+    "sampler with generators": (lambda: shuffled(shuffle=None, sampler=OwnGenerator()), BY_STEPS),
     "batch sampler": (
         lambda: DataLoader(Samples(), batch_sampler=BatchSampler(Backwards(), 2, drop_last=False)), {}
     ),
     "unbatched": (
         lambda: DataLoader(Samples(), batch_size=None, sampler=Backwards(), collate_fn=torch.atleast_2d), {}
     ),
-    "list of loaders": (lambda: [shuffled(), shuffled(Samples(8))], {}),
     "stream": (lambda: DataLoader(Stream(), batch_size=2), {}),
+    "stream, by steps": (lambda: DataLoader(Stream(), batch_size=2), BY_STEPS),
     "stream behind a loader": (lambda: [shuffled(), DataLoader(Stream(), batch_size=2)], {}),
     "sized stream behind a loader": (lambda: [shuffled(), DataLoader(Sized(), batch_size=2)], {}),
     "stream, validation": (
@@ -192,25 +188,24 @@ CASES: dict[str, Case] = {
         lambda: DataLoader(Stream(), batch_size=2), {"accumulate_grad_batches": 4, "limit_train_batches": 6}
     ),
     "list of loaders that draw": (
-        lambda: [shuffled(Samples(draws=True)), shuffled(Samples(8, draws=True))], {}
+        lambda: [shuffled(Samples(draws=True)), shuffled(Samples(8, draws=True))], BY_STEPS
     ),
     "sampler that draws twice": (twice_as_many, {}),
     "sampler that draws twice, workers": (functools.partial(twice_as_many, num_workers=1), {}),
     "subset": (lambda: shuffled(Subset(Noisy(), range(10))), {}),
     "stateful": (lambda: StatefulDataLoader(Samples(), batch_size=2, shuffle=True), {}),
-    "validation": (shuffled, {"validation": VALIDATION}),
     "validation in the epoch": (shuffled, {"validation": VALIDATION, "val_check_interval": 2}),
     "accumulation": (shuffled, {"accumulate_grad_batches": 4}),
     "part of an epoch": (shuffled, {"limit_train_batches": 4}),
     "loaders made early": (shuffled, {"asks_for_steps": True}),
 }  # fmt: skip
-SLOW = ("workers", "workers that draw", "collation that draws", "sampler that draws twice, workers")
-LIMITS = {"epochs": {"max_epochs": 3}, "steps": {"max_steps": 16, "max_epochs": -1}}
+SLOW = ("workers that draw", "collation that draws", "sampler that draws twice, workers")
 
 
-def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any]) -> list[bool]:
-    """Return for each checkpoint but the last whether the run resumed from it ends with the same weights."""
-    techniques = keywords.pop("techniques", list)
+def bit_equal_points(
+    make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any], techniques: Callable[[], Any] = list
+) -> list[bool]:
+    """Resume from each checkpoint but the last: does the run end with the same weights?"""
     made = {key: value() if key == "validation" else value for key, value in keywords.items()}
     whole = fit(make(), ExactResume(), *techniques(), save_in(tmp_path), **made)
     results: list[bool] = []
@@ -223,31 +218,24 @@ def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"),
-    [  # quick: each case with one of the limits, in turn
-        pytest.param(name, limit, marks=[pytest.mark.slow] if name in SLOW or (index + place) % 2 else [])
-        for index, name in enumerate(CASES)
-        for place, limit in enumerate(LIMITS)
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 )
-def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
-    name: str, limit: str, tmp_path: Path
-) -> None:
+def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(name: str, tmp_path: Path) -> None:
     make, keywords = CASES[name]
-    points = bit_equal_points(make, tmp_path, keywords | LIMITS[limit])
-    assert len(points) >= 4
+    points = bit_equal_points(make, tmp_path, keywords)
+    assert len(points) >= 3
     assert all(points), points
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("plain", 2), ("generator", 8), ("list of loaders that draw", 6), ("stream", 8)]
+    ("name", "first"), [("generator", 2), ("list of loaders that draw", 6), ("stream", 8)]
 )
 def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> None:
     make, _ = CASES[name]
     whole = fit(make(), ExactResume(), save_in(tmp_path / "whole"))
     fit(make(), ExactResume(), save_in(tmp_path / "second"), ckpt=tmp_path / "whole" / f"step={first}.ckpt")
     second = checkpoints(tmp_path / "second")
-    assert len(second) == 18 - first
+    assert len(second) == 12 - first
     for step, path in enumerate(second, start=first + 1):
         assert_continues(fit(make(), ExactResume(), ckpt=path), whole, step)
 
@@ -276,19 +264,8 @@ class BatchesByEpoch(BatchSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(
-            torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
-            .view(-1, 2)
-            .tolist()
-        )
-
-
-class StreamByEpoch(IterableDataset[Tensor]):
-    epoch = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for index in torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch)):
-            yield torch.stack([index.float(), torch.zeros(())])
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).view(-1, 2).tolist())
 
 
 def distributed(**keywords: Any) -> DataLoader[Tensor]:
@@ -301,14 +278,12 @@ def inside_a_batch_sampler() -> DataLoader[Tensor]:
 
 
 BY_EPOCH: dict[str, Callable[[], Any]] = {
-    "no workers": functools.partial(distributed, batch_size=2),
     "a worker": functools.partial(distributed, batch_size=2, num_workers=1),
     "persistent": functools.partial(distributed, batch_size=2, num_workers=1, persistent_workers=True),
     "unbatched": functools.partial(distributed, batch_size=None, collate_fn=torch.atleast_2d),
     "inside a batch sampler": inside_a_batch_sampler,
     "own": lambda: DataLoader(Samples(), sampler=ByEpoch(), batch_size=2, num_workers=1),
     "own batches": lambda: DataLoader(Samples(), batch_sampler=BatchesByEpoch(), num_workers=1),
-    "stream": lambda: DataLoader(StreamByEpoch(), batch_size=2, num_workers=1),
 }
 
 
@@ -321,8 +296,6 @@ def test_an_order_that_depends_on_the_epoch_continues_with_the_next(name: str, t
 
         def set_epoch(trainer: pl.Trainer, _: pl.LightningModule) -> None:
             torch.rand(())  # as a hook that augments or resamples
-            if isinstance(loader.dataset, StreamByEpoch):
-                loader.dataset.epoch = trainer.current_epoch
             if isinstance(loader.batch_sampler, BatchesByEpoch):
                 loader.batch_sampler.epoch = trainer.current_epoch
 
@@ -332,7 +305,7 @@ def test_an_order_that_depends_on_the_epoch_continues_with_the_next(name: str, t
     whole = run(ExactResume(), save_in(tmp_path))
     assert whole.seen == plain.seen
     assert whole.seen[:6] != whole.seen[6:12]
-    for step in (6, 12, 9) if name != "stream" else (6, 12):
+    for step in (6, 9):
         resumed = run(ExactResume(), ckpt=tmp_path / f"step={step}.ckpt")
         assert resumed.seen == whole.seen[step:]
         assert torch.equal(resumed.layer.weight, whole.layer.weight) or name == "persistent"
@@ -347,14 +320,6 @@ class Counting(Indices):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         yield from torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist()
-
-
-class OldNumPy(Indices):
-    def __init__(self) -> None:
-        self.random = np.random.RandomState(4)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.random.permutation(NUM_SAMPLES)  # NumPy's numbers
 
 
 class Seeded(ByEpoch):
@@ -388,10 +353,9 @@ class Shards(BatchSampler):
     ("make", "exact"),
     [
         (Counting, (3, 6)),
-        (OldNumPy, (3, 6)),
         (Seeded, ()),
-        (Backwards, (3, 6, 9, 12)),
-        (ByEpoch, (3, 6, 9, 12)),
+        (Backwards, (3, 6, 9)),
+        (ByEpoch, (3, 6, 9)),
     ],
 )
 def test_the_order_is_vouched_for_only_where_hashes_prove_it(
@@ -400,7 +364,7 @@ def test_the_order_is_vouched_for_only_where_hashes_prove_it(
     whole = fit(
         shuffled(shuffle=None, sampler=make(), num_workers=num_workers), ExactResume(), save_in(tmp_path)
     )
-    for step in (3, 6, 9, 12):
+    for step in (3, 6, 9):
         resume = ExactResume()
         loader = shuffled(shuffle=None, sampler=make(), num_workers=num_workers)
         resumed = fit(loader, resume, ckpt=tmp_path / f"step={step}.ckpt")
@@ -418,18 +382,14 @@ def test_the_order_is_vouched_for_only_where_hashes_prove_it(
         (lambda: distributed(batch_size=2), "order and random states as saved"),
         (lambda: DataLoader(Stream(), batch_size=2), "random states as saved, order not checked"),
         (lambda: StatefulDataLoader(Samples(), batch_size=2), "random states as saved, order not checked"),
-        (
-            lambda: [shuffled(), DataLoader(Stream(), batch_size=2)],
-            "random states as saved, order not checked",
-        ),
     ],
 )
-@pytest.mark.parametrize("step", [4, 6])
-def test_a_loader_without_indices_is_not_vouched_for(make: Any, said: str, step: int, tmp_path: Path) -> None:
-    fit(make(), ExactResume(), save_in(tmp_path), max_epochs=2)
-    resume = ExactResume()
-    fit(make(), resume, ckpt=tmp_path / f"step={step}.ckpt", max_epochs=2)
-    assert f"resumed at step {step}: {said}" in resume.outcome().did
+def test_a_loader_without_indices_is_not_vouched_for(make: Any, said: str, tmp_path: Path) -> None:
+    fit(make(), ExactResume(), save_in(tmp_path))
+    for step in (4, 6):
+        resume = ExactResume()
+        fit(make(), resume, ckpt=tmp_path / f"step={step}.ckpt")
+        assert f"resumed at step {step}: {said}" in resume.outcome().did
 
 
 class TwoParts(Dropping):
@@ -445,23 +405,19 @@ class TwoParts(Dropping):
 
 
 class Switches(pl.Callback):
-    """Trains the backbone in the first epoch only, or in the second only, and with dropout in the first."""
-
-    def __init__(self, *, thaws: bool) -> None:
-        self.thaws = thaws
+    """Freezes the backbone after the first epoch, and switches its dropout off."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        pl_module.backbone.requires_grad_((trainer.current_epoch > 0) is self.thaws)
+        pl_module.backbone.requires_grad_(trainer.current_epoch == 0)
         pl_module.backbone.train(trainer.current_epoch == 0)
 
 
-@pytest.mark.parametrize("in_validation", [False, True])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "in_validation"),
     [
-        lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1),
-        lambda: Switches(thaws=True),
-        lambda: Switches(thaws=False),
+        (lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1), False),
+        (Switches, False),
+        (Switches, True),
     ],
 )
 def test_what_is_frozen_and_what_evaluates_comes_back(make: Any, in_validation: bool, tmp_path: Path) -> None:
@@ -469,7 +425,7 @@ def test_what_is_frozen_and_what_evaluates_comes_back(make: Any, in_validation: 
         pl.seed_everything(3, verbose=False)
         model = TwoParts()
         keywords = {
-            "max_epochs": 3,
+            "max_epochs": 2,
             "max_steps": -1,
             "enable_checkpointing": ckpt is None,
             "val_check_interval": 2,
@@ -484,7 +440,7 @@ def test_what_is_frozen_and_what_evaluates_comes_back(make: Any, in_validation: 
         else save_in(tmp_path)
     )
     whole = run(ExactResume(), saver)
-    for step in (4, 6, 8, 10, 12):  # the flags change after 6
+    for step in (4, 6, 8):  # the flags change after 6
         resumed = run(ExactResume(), ckpt=tmp_path / f"step={step}.ckpt")
         assert all(map(torch.equal, whole.parameters(), resumed.parameters())), step
 
@@ -497,20 +453,11 @@ class Keeps(pl.Callback):
 
 
 def test_callbacks_whose_state_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
-    fit(
-        shuffled(),
-        ExactResume(),
-        save_in(tmp_path),
-        pl.callbacks.EarlyStopping("loss", strict=False),
-        max_epochs=1,
-    )
-    dids: list[str] = []
-    for added in ([], [Keeps()], [save_in(tmp_path / "other")]):
+    fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
+    for added, is_named in ((Keeps(), True), (save_in(tmp_path / "other"), False)):
         resume = ExactResume()
-        fit(shuffled(), resume, *added, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
-        dids.append(resume.outcome().did)
-    assert "no saved state of Keeps" in dids[1]
-    assert all("no saved state" not in did for did in (dids[0], dids[2]))
+        fit(shuffled(), resume, added, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
+        assert ("no saved state of" in resume.outcome().did) is is_named
 
 
 @pytest.mark.parametrize("first", [4, 6])
@@ -552,14 +499,12 @@ def numbers(batches: Any) -> list[list[float]]:
     return [[*batch[:, 0].tolist(), float(torch.rand(()))] for batch in batches]
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "order"), [(0, 1), (0, -1), pytest.param(2, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_workers", "order"), [(0, -1), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_with_data_preload_and_micro_batches(num_workers: int, order: int, tmp_path: Path) -> None:
     def techniques() -> list[pl.Callback]:
         return [DataPreload(num_workers=num_workers), MicroBatch(micro_batch_size=1)][::order]
 
-    points = bit_equal_points(shuffled, tmp_path, {"techniques": techniques})
+    points = bit_equal_points(shuffled, tmp_path, {}, techniques)
     assert all(points), points
 
 
@@ -594,22 +539,22 @@ def test_workers_keep_the_batches_that_are_loaded_again(monkeypatch: pytest.Monk
 
 
 def test_loaders_that_are_made_again_each_epoch_are_exact_only_within_it(tmp_path: Path) -> None:
-    keywords = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
-    whole = fit(shuffled(), ExactResume(), save_in(tmp_path), **keywords)
+    whole = fit(shuffled(), ExactResume(), save_in(tmp_path), reload_dataloaders_every_n_epochs=1)
     resume = ExactResume()
-    assert fit(shuffled(), resume, ckpt=tmp_path / "step=8.ckpt", **keywords).seen == whole.seen[8:]
+    resumed = fit(shuffled(), resume, ckpt=tmp_path / "step=8.ckpt", reload_dataloaders_every_n_epochs=1)
+    assert resumed.seen == whole.seen[8:]
     assert "order and random states as saved" in resume.outcome().did
-    fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", **keywords)
+    fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", reload_dataloaders_every_n_epochs=1)
     assert "not exact: loaders that are made anew" in resume.outcome().did
 
 
 @pytest.mark.parametrize("make", [lambda: shuffled(Samples(14)), functools.partial(shuffled, batch_size=3)])
-def test_changed_data_is_refused_in_the_middle_of_an_epoch(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_changed_data_is_rejected_in_the_middle_of_an_epoch(make: Callable[[], Any], tmp_path: Path) -> None:
     fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
     middle = tmp_path / "step=4.ckpt"
     with pytest.raises(ConfigError, match="changed_data"):
         fit(make(), ExactResume(), ckpt=middle)
-    assert fit(make(), ExactResume(changed_data="continue"), ckpt=middle).seen
+    assert fit(make(), ExactResume(changed_data="continue"), ckpt=middle, max_epochs=1).seen
     assert fit(make(), ExactResume(), ckpt=tmp_path / "step=6.ckpt").seen
 
 
@@ -666,12 +611,7 @@ def test_all_generators_come_back_and_so_does_the_second_number_of_a_pair() -> N
     assert draw() == first
 
 
-def passes(loader: Any, count: int) -> list[list[float]]:
-    return numbers(itertools.chain.from_iterable(loader for _ in range(count)))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("num_batches", [0, 1, 5, 6])
+@pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 0), (0, 1), (0, 6), (2, 5)])
 def test_a_loader_of_a_custom_loop(num_workers: int, num_batches: int) -> None:
     torch.manual_seed(0)
     loader = resumable(shuffled(num_workers=num_workers))
@@ -682,7 +622,7 @@ def test_a_loader_of_a_custom_loop(num_workers: int, num_batches: int) -> None:
     torch.manual_seed(1)
     other = resumable(shuffled(num_workers=num_workers))
     other.load_state_dict(state)
-    assert passes(other, 2) == rest
+    assert numbers(other) + numbers(other) == rest
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -731,44 +671,37 @@ def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> N
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_run_that_is_stopped_saves_its_position(error: type[BaseException], tmp_path: Path) -> None:
-    class Stops(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 4:
-                raise error
+    def stop(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise error
 
-    whole = fit(shuffled(), ExactResume(), max_epochs=2)
+    whole = fit(shuffled(), ExactResume())
     saving = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True, every_n_epochs=9)
     with pytest.raises((error, SystemExit)):
-        fit(shuffled(), ExactResume(), saving, Stops(), max_epochs=2)
+        fit(shuffled(), ExactResume(), saving, LambdaCallback(on_train_batch_end=stop))
     (path,) = tmp_path.glob("*.ckpt")
     resume = ExactResume()
-    assert_continues(fit(shuffled(), resume, ckpt=path, max_epochs=2), whole, 4)
+    assert_continues(fit(shuffled(), resume, ckpt=path), whole, 4)
     assert "order and random states as saved" in resume.outcome().did
 
 
 @pytest.mark.parametrize(
-    ("hook", "keywords", "said"),
+    ("hook", "window", "said"),
     [
-        ("on_train_batch_start", {}, "saved within a step, which is repeated"),
-        ("on_train_batch_end", {"accumulate_grad_batches": 2}, "saved within an accumulation window"),
+        ("on_train_batch_start", 1, "saved within a step, which is repeated"),
+        ("on_train_batch_end", 2, "saved within an accumulation window"),
     ],
 )
-def test_a_save_that_cannot_be_repeated_says_so(
-    hook: str, keywords: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    class Saves(pl.Callback):
-        pass
-
-    def save(self: Any, trainer: pl.Trainer, *arguments: Any) -> None:
+def test_a_save_that_cannot_be_repeated_says_so(hook: str, window: int, said: str, tmp_path: Path) -> None:
+    def save(trainer: pl.Trainer, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 3:
             trainer.save_checkpoint(tmp_path / "odd.ckpt")
 
-    setattr(Saves, hook, save)
-    whole = fit(shuffled(), ExactResume(), Saves(), max_epochs=1, **keywords)
+    keywords: dict[str, Any] = {"accumulate_grad_batches": window, "max_epochs": 1}
+    whole = fit(shuffled(), ExactResume(), LambdaCallback(**{hook: save}), **keywords)
     resume = ExactResume()
-    resumed = fit(shuffled(), resume, ckpt=tmp_path / "odd.ckpt", max_epochs=1, **keywords)
-    assert resumed.seen == whole.seen[-len(resumed.seen) :]
-    assert len(resumed.seen) == (4 if hook == "on_train_batch_start" else 3)
+    resumed = fit(shuffled(), resume, ckpt=tmp_path / "odd.ckpt", **keywords)
+    assert resumed.seen == whole.seen[-(4 if hook == "on_train_batch_start" else 3) :]
     assert f"not exact: {said}" in resume.outcome().did
 
 
