@@ -43,49 +43,41 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: sequential(nn.GELU(), nn.Dropout(0.1)),
     "a norm": lambda: sequential(nn.LayerNorm(HIDDEN), nn.GELU()),
     "a residual": lambda: Other(lambda m, x: x + m.down(F.gelu(m.up(x)))),
-    "a second result": lambda: Other(lambda m, x: (m.down(F.gelu(m.up(x))), x)),
     "a branch by values": lambda: Other(lambda m, x: m.down(F.gelu(m.up(x))) if x.sum() > 0 else x),
-    "a gate of its own": lambda: Other(lambda m, x: m.down((h := m.up(x)) * F.silu(h))),
+    "one product as its own gate": lambda: Other(lambda m, x: m.down((h := m.up(x)) * F.silu(h))),
     "a layer twice": lambda: Other(lambda m, x: m.down(F.gelu(m.up(m.down(F.gelu(m.up(x))))))),
     "a subclass": lambda: parametrizations.weight_norm(gpt.MLP(K).up),
 }
 
 
-@pytest.mark.parametrize("name", MLPS)
-def test_an_mlp_is_recognized(name: str) -> None:
-    make, activation, is_gated = MLPS[name]
-    layers = layers_of(make())
-    assert layers is not None
-    assert (layers.activation, layers.gate is not None) == (activation, is_gated)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_only_nearly_an_mlp_is_left_alone(name: str) -> None:
-    module = OTHERS[name]()
-    assert layers_of(module) is None
-    assert fuse_mlps(nn.ModuleDict({"a": module}), min_features=1) == {}
+def test_which_mlps_are_recognized() -> None:
+    for make, activation, is_gated in MLPS.values():
+        layers = layers_of(make())
+        assert layers is not None
+        assert (layers.activation, layers.gate is not None) == (activation, is_gated)
+    for name, make in OTHERS.items():
+        module = make()
+        assert layers_of(module) is None, name
+        assert fuse_mlps(nn.ModuleDict({"a": module}), min_features=1) == {}
 
 
 @pytest.mark.parametrize("name", MLPS)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_results_and_gradients_are_equal_to_the_bit(name: str, autocast: bool) -> None:
+def test_results_and_gradients_are_equal_to_the_bit(name: str) -> None:
     plain = MLPS[name][0]()
     model = copy.deepcopy(plain)
     (mlp,) = fuse_mlps(model, min_features=1).values()
-    assert is_equal(steps(model, autocast=autocast), steps(plain, autocast=autocast))
-    assert mlp.num_fused == 2
+    for autocast in (False, True):
+        assert is_equal(steps(model, autocast=autocast), steps(plain, autocast=autocast))
+    assert mlp.num_fused == 4
     mlp.restore()
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize("frozen", ["up", "down", "biases"])
-def test_frozen_parts_have_no_gradient(frozen: str) -> None:
+@pytest.mark.parametrize("frozen", [["0.weight", "0.bias"], ["2.weight", "2.bias"], ["0.bias", "2.bias"]])
+def test_frozen_parts_have_no_gradient(frozen: list[str]) -> None:
     plain = sequential(nn.GELU())
-    parts: dict[str, list[Any]] = {
-        "up": [plain[0]], "down": [plain[2]], "biases": [plain[0].bias, plain[2].bias]
-    }  # fmt: skip
-    for each in parts[frozen]:
-        each.requires_grad_(requires_grad=False)
+    for name in frozen:
+        plain.get_parameter(name).requires_grad_(requires_grad=False)
     model = copy.deepcopy(plain)
     fuse_mlps(model, min_features=1)
     found, expected = steps(model), steps(plain)
@@ -121,7 +113,7 @@ def test_half_is_kept_for_the_backward_pass(name: str, kept: tuple[int, int]) ->
     assert tuple(found) == kept
 
 
-def test_where_somebody_listens_its_own_forward_computes() -> None:
+def test_with_a_hook_inside_its_own_forward_computes() -> None:
     model = sequential(nn.GELU())
     (mlp,) = fuse_mlps(model, min_features=1).values()
     x, heard = torch.randn(T, K), list[int]()
@@ -151,7 +143,6 @@ def keeps(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("compute", [draws, keeps])
 def test_a_forward_that_may_change_is_no_mlp_and_a_look_at_it_leaves_no_trace(compute: Any) -> None:
-    """Found by a tester: one trace decided for all steps, drew random numbers, and left a proxy behind."""
     module = Other(compute)
     before, numbers = dict(vars(module)), (torch.get_rng_state(), random.getstate())
     assert layers_of(module) is None
@@ -188,7 +179,7 @@ def test_what_has_changed_since_computes_as_it_is_now(change: Any) -> None:
     assert mlp.num_fused == 0
 
 
-def test_a_second_derivative_is_refused_with_the_remedy() -> None:
+def test_a_second_derivative_is_rejected() -> None:
     model = llama()
     fuse_mlps(model, min_features=1)
     x = torch.randn(T, K, requires_grad=True)

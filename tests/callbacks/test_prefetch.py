@@ -6,7 +6,6 @@ import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
@@ -48,8 +47,7 @@ def prefetched(source: Any, num_ahead: int = 2, **settings: Any) -> PrefetchLoad
     return kind(source, num_ahead=num_ahead, **settings)
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, 3])
-@pytest.mark.parametrize("length", [0, 1, 2, 9])
+@pytest.mark.parametrize(("num_ahead", "length"), [(0, 2), (1, 0), (3, 1), (3, 9)])
 def test_every_batch_comes_once_and_in_order_in_every_pass(num_ahead: int, length: int) -> None:
     loader = prefetched(Source(length), num_ahead)
     for _ in range(3):
@@ -57,14 +55,14 @@ def test_every_batch_comes_once_and_in_order_in_every_pass(num_ahead: int, lengt
     assert len(loader) == length
 
 
-def test_it_fetches_so_many_batches_ahead_as_the_epoch_takes_and_goes_on_when_asked() -> None:
+def test_it_fetches_no_more_ahead_than_the_epoch_takes_and_continues_on_request() -> None:
     source = Source(20)
     loader = prefetched(source, 3, limit=lambda: 6)
     batches, asked = iter(loader), list[int]()
     for index in range(8):
         assert int(next(batches)) == index
         asked.append(source.num_asked)
-    assert asked == [4, 5, 6, 6, 6, 6, 7, 8], "a stream that another epoch goes on with has lost nothing"
+    assert asked == [4, 5, 6, 6, 6, 6, 7, 8], "a stream that another epoch continues has lost nothing"
     loader.close()
     assert [int(batch) for batch in loader] == list(range(20)), "a new pass begins anew"
 
@@ -100,20 +98,12 @@ def test_a_stateful_loaders_state_is_that_of_the_last_batch_handed_out(num_worke
         next(batches)
     state = loader.state_dict()
     loader.close()
-    other = prefetched(make(), 3)
-    other.load_state_dict(state)
-    assert [int(batch[0]) for batch in other] == list(range(5, 12))
-    plain = make()
-    plain.load_state_dict(state)
-    assert [int(batch[0]) for batch in plain] == list(range(5, 12))
+    for other in (prefetched(make(), 3), make()):
+        other.load_state_dict(state)
+        assert [int(batch[0]) for batch in other] == list(range(5, 12))
 
 
-def test_before_the_first_batch_the_state_is_the_loaders_own() -> None:
-    own = SimpleNamespace(state_dict=lambda: {"at": 3}, load_state_dict=lambda state: None)
-    assert prefetched(own).state_dict() == {"at": 3}
-
-
-def test_what_is_asked_of_it_its_loader_answers_and_what_is_set_is_set_there() -> None:
+def test_attributes_are_read_from_the_loader_and_set_on_it() -> None:
     plain = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
     loader = copy.copy(prefetched(plain))
     loader.worker_init_fn = len
@@ -124,7 +114,7 @@ def test_what_is_asked_of_it_its_loader_answers_and_what_is_set_is_set_there() -
 
 
 class OnDevice(torch.Tensor):
-    """Tells the stream that uses it."""
+    """Notes the stream that uses it."""
 
     def record_stream(self, stream: Any) -> None:
         stream.uses(int(self))

@@ -80,17 +80,15 @@ def train(model: LanguageModel, *callbacks: Any, num_steps: int = 50) -> None:
         (lambda: [MicroBatch(micro_batch_size="auto")], 0),
     ],
 )
-@pytest.mark.parametrize("weighted", [True, False])
-def test_a_step_of_several_passes_is_what_it_is_without(others: Any, added: int, weighted: bool) -> None:
+def test_a_step_of_several_passes_equals_the_plain_one(others: Any, added: int) -> None:
     """T1 in float64; a gradient that was added twice or lost would be off by a half."""
-    plain, ours = language_model(weighted), language_model(weighted)
+    plain, ours = language_model(False), language_model(False)
     train(plain, *others())
     technique = TritonGemm(min_features=1)
     train(ours, technique, *others())
     assert_same_training(ours, plain, None)
     outcome = technique.outcome()
-    num_added = outcome.numbers["added_in_place"]
-    assert num_added == added if not weighted else 0 <= num_added <= added, "some parts weigh nothing"
+    assert outcome.numbers["added_in_place"] == added
     assert outcome.effective is bool(added)
     assert type(ours.out) is nn.Linear
 
@@ -123,7 +121,6 @@ def test_mlps_as_one_function_train_the_same_model() -> None:
         torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
         outcome = technique.outcome()
         assert outcome.numbers["mlps"] == ["blocks.0.mlp", "blocks.1.mlp"]
-        assert outcome.did.startswith("2 MLPs as one function each; ")
         assert outcome.effective
         assert "forward" not in vars(ours.blocks[0].mlp)
         assert outcome.numbers["added_in_place"] == (5 * (2 * 4 + 1) if parts else 0)
@@ -161,7 +158,6 @@ def test_the_report_has_a_row_for_each_shape_and_layers_that_gain_nothing_are_co
     rows = outcome.numbers["shapes"]
     assert [row["ratio"] for row in rows if row["by"] != LIBRARY] == [2.0]
     assert {row["ratio"] for row in rows if row["by"] == LIBRARY} == {0.5}
-    assert f": our kernels compute 1 of {len(rows)} shapes, up to 2.00 times as fast" in outcome.did
     assert outcome.effective
     assert outcome.numbers["left"] == len(others)
 
