@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -155,20 +154,6 @@ def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, ba
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_call_of_a_later_batch_that_is_not_checked_has_the_remedy_as_a_note() -> None:
-    class Later(Attending):
-        @override
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.options = {"dropout_p": 0.1 * batch_idx}
-            return super().training_step(batch, batch_idx)
-
-    net = Later()
-    with pytest.raises(RuntimeError, match="No available kernel") as found:
-        run(net, Attention(backend="flash"))
-    assert "Attention(backend=None)" in found.value.__notes__[-1]
-    assert len(net.flags) == 2
-
-
 @pytest.mark.parametrize(
     ("backend", "options", "reason"),
     [
@@ -284,16 +269,6 @@ def test_only_what_is_sdpa_is_switched_and_all_is_restored() -> None:
     with switched(model, NAME, PackedAttention(by_document)):
         assert used() == [NAME, "eager", NAME]
     assert used() == ["sdpa", "eager", "sdpa"]
-
-
-def test_a_model_of_another_attention_is_left_alone_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    model = hf_model("Llama")
-    model.set_attn_implementation("eager")
-    on_cuda = SimpleNamespace(device=torch.device("cuda"), config=model.config, _supports_flex_attn=True)
-    callback = Attention()
-    callback._pack(on_cuda, torch.float32, is_compiled=False)
-    assert callback._how == "dense"
 
 
 def test_a_model_that_does_not_pack_is_left_as_it_was() -> None:

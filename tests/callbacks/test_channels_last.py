@@ -149,22 +149,7 @@ class Twins(Images):
         last.weight = nn.Parameter(first.weight.data)
 
 
-class Parts(Images):
-    """Has the weights of convolutions as parts of a vector, which it reads too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [block[index] for block in self.blocks for index in (0, 2)]
-        self.vector = nn.Parameter(torch.cat([layer.weight.detach().flatten() for layer in layers]))
-        parts = self.vector.detach().split([layer.weight.numel() for layer in layers])
-        for layer, part in zip(layers, parts, strict=True):
-            layer.weight = nn.Parameter(part.view(layer.weight.shape))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + self.vector.square().sum()
-
-
-@pytest.mark.parametrize("make", [Normed, Twins, Parts])
+@pytest.mark.parametrize("make", [Normed, Twins])
 def test_weights_that_are_computed_or_share_memory_train_like_without_it(make: type[Images]) -> None:
     callback = ChannelsLast()
     assert_close(train(callback, model=make()), train(model=make()))

@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import shared_cache
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_eff.callbacks.data_preload import DataPreload
-from lightning_eff.core.errors import ConflictError
 from tests.support.models import Net, fit, make_loader, seeded
 from tests.support.ranks import run_two_ranks
 
@@ -192,11 +191,6 @@ def test_loaders_that_are_made_again_are_prepared_again(net: Callable[..., Net])
     trained(DataPreload(num_workers=1), Data(), net(), count, **again)
     assert len(children) == 3
     assert max(children) <= 2, "one is there, one may be going"
-
-
-def test_a_second_one_is_rejected(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConflictError):
-        fit(net(), DataPreload(), DataPreload())
 
 
 def test_looking_at_a_batch_and_validating_on_the_same_loader_change_nothing(net: Callable[..., Net]) -> None:

@@ -101,13 +101,6 @@ class Late(Indices):
             yield rest.pop(int(torch.randint(len(rest), ())))
 
 
-class LateLoader(DataLoader[Tensor]):
-    """A loader that begins a pass with its first batch."""
-
-    def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        yield from super().__iter__()
-
-
 class Noisy(Samples):
     """Samples that draw from a generator of their own."""
 
@@ -263,9 +256,9 @@ class BatchesByEpoch(BatchSampler):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:  # of tensors, as for datasets that take many indices at once
         generator = torch.Generator().manual_seed(self.epoch)
-        return iter(torch.randperm(NUM_SAMPLES, generator=generator).view(-1, 2).tolist())
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).view(-1, 2))
 
 
 def distributed(**keywords: Any) -> DataLoader[Tensor]:
@@ -335,19 +328,6 @@ class Seeded(ByEpoch):
         yield from torch.randperm(NUM_SAMPLES, generator=generator).tolist()
 
 
-class Shards(BatchSampler):
-    """A batch sampler of tensors, as for datasets that take many indices at once."""
-
-    seeds = itertools.count()
-
-    def __init__(self) -> None:
-        super().__init__(range(NUM_SAMPLES), 2, drop_last=False)
-        self.order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(next(self.seeds)))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.order.view(-1, 2))
-
-
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("make", "exact"),
@@ -378,7 +358,6 @@ def test_the_order_is_vouched_for_only_where_hashes_prove_it(
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: DataLoader(Samples(), batch_sampler=Shards()), "not exact: the sampler does not repeat"),
         (lambda: distributed(batch_size=2), "order and random states as saved"),
         (lambda: DataLoader(Stream(), batch_size=2), "random states as saved, order not checked"),
         (lambda: StatefulDataLoader(Samples(), batch_size=2), "random states as saved, order not checked"),
@@ -477,7 +456,6 @@ def test_a_run_that_fails_before_its_first_batch_saves_the_position_that_it_was_
     ("make", "said"),
     [
         (functools.partial(shuffled, shuffle=None, sampler=Late()), "the sampler draws random numbers"),
-        (lambda: LateLoader(Samples(), batch_size=2, shuffle=True), "the loader begins a pass with"),
         (lambda: DataLoader(Stream(draws=True), batch_size=2), "samples without indices draw random numbers"),
         pytest.param(
             functools.partial(shuffled, num_workers=1, persistent_workers=True),

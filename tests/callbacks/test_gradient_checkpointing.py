@@ -200,43 +200,6 @@ def test_a_gradient_penalty_has_the_second_derivatives_of_the_plain_run(policy: 
     assert is_equal(*results)
 
 
-class Scales(Deep):
-    """Calls every block with another number; one block is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.0)
-        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
-        self.blocks[1].requires_grad_(False)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x.double())
-        for index, block in enumerate(self.blocks):
-            x = block(x, scale=1 / (index + 1))
-        return self.second(x)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        return x + scale * torch.tanh(self.linear(x))
-
-
-def test_compiled_blocks_that_are_called_with_several_numbers() -> None:
-    """The graph of the forward pass serves the recomputation, also where a later one would as well."""
-    weights = []
-    for callbacks in ([], [GradientCheckpointing(), TorchCompile(backend="aot_eager")]):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Scales()
-        fit(model, *callbacks, max_steps=2)
-        weights.append([parameter.detach() for parameter in model.parameters()])
-    assert is_equal(*weights)
-
-
 def test_the_report_says_which_blocks_and_how_often(deep: Callable[..., Deep]) -> None:
     callback = GradientCheckpointing(policy="every_n", every_n_blocks=2)
     assert not callback.outcome().effective

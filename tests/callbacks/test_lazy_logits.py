@@ -173,14 +173,6 @@ def test_logits_that_are_kept_are_those_before_the_step() -> None:
     torch.testing.assert_close(kept[1], kept[0], rtol=1e-12, atol=0.0)
 
 
-def test_transforms_of_torch_func() -> None:
-    def loss(weights: dict[str, Tensor], net: nn.Module) -> Tensor:
-        return ce(torch.func.functional_call(net, weights, (X,)))
-
-    found = [torch.func.grad(loss)(dict(net.named_parameters()), net) for net in nets()]
-    torch.testing.assert_close(found[1], found[0])
-
-
 def test_under_fabric_who_runs_the_backward_pass_is_checked_without_the_logits() -> None:
     net, fabric = Net(), Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     (projection,) = tile_loss(net).values()

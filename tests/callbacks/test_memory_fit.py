@@ -221,20 +221,6 @@ def test_what_cannot_be_predicted_or_be_combined_is_rejected() -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_is_that_of_brute_force_over_predictions() -> None:
-    """Six blocks, with the two policies that cost differently; nothing is left to the model of segments."""
-    every = [dict(zip(NAMES, each, strict=True)) for each in itertools.product(("keep", "full"), repeat=6)]
-    found = [predicted(each) for each in every]
-    budget = sorted(each.peak.num_bytes for each in found)[20]
-    fewest = min(each.flops for each in found if each.peak.num_bytes <= budget)
-    _, fit, _ = train(budget)
-    chosen = fit.outcome().numbers["policies"]
-    mine = predicted(chosen)
-    assert mine.peak.num_bytes <= budget
-    assert mine.flops <= fewest, "`selective` may be better still"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["accumulation", "micro", "bf16", "lora", "clipped adam"])
 def test_what_is_predicted_with_other_techniques_is_measured(case: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {

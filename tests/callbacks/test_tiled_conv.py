@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +15,14 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
-from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.tiled_conv import TiledContainer, TiledConv, tile_convs
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.prediction.predict import predict_step
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
-from tests.support import benchmarks
 from tests.support.models import make_trainer
 from tests.support.prediction import assert_predicted_is_measured
 from tests.support.ranks import is_equal, results_of_two_ranks
@@ -125,33 +122,6 @@ def test_predicted_is_measured(tmp_path: Path) -> None:
     assert predicted == measured
 
 
-@pytest.mark.parametrize(("axes", "side"), [pytest.param(2, 512, marks=pytest.mark.slow), (3, 64)])
-def test_the_peak_of_a_unet_is_at_most_three_fifths_of_that_of_recomputed_levels(
-    axes: int, side: int
-) -> None:
-    script = benchmarks.script("tiled_conv")
-    batch, peaks = torch.empty(1, 1, *[side] * axes), list[int]()
-
-    def made(*, tiled: bool) -> nn.Module:
-        model = script["UNet"](axes)
-        if tiled:
-            tile_convs(model, tile_budget_mib=min(script["BUDGETS_MIB"]), min_pixels=1)
-        else:
-            recompute(model, blocks=script["LEVEL_NAMES"])
-        return model
-
-    for tiled in (False, True):
-        sgd = functools.partial(torch.optim.SGD, lr=0.1)
-        found = predict_step(
-            functools.partial(made, tiled=tiled), batch, lambda net, x: net(x).square().mean(), sgd
-        )
-        assert found.peak is not None, found.reason
-        assert found.peak.phase == "backward"
-        given = found.peak.by_category["parameters"] + found.peak.by_category["batch"]
-        peaks.append(found.peak.num_bytes - given)
-    assert peaks[1] <= 0.6 * peaks[0]
-
-
 def test_tiles_are_of_the_weights_and_settings_of_the_call() -> None:
     grads = []
     for tiled in (False, True):
@@ -220,15 +190,6 @@ def test_segments_are_not_in_tiles_where_that_would_hold_no_less() -> None:
         assert forward.segments == {}
 
 
-def test_a_chain_whose_halo_would_be_too_large_is_cut() -> None:
-    layers = [each for _ in range(6) for each in (nn.Conv2d(4, 4, 7, padding=3), nn.SiLU())]
-    model, x = nn.Sequential(*layers), torch.randn(1, 4, 64, 64, requires_grad=True)
-    (forward,) = tile_convs(model, tile_budget_mib=0.15, min_pixels=1).values()
-    torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))
-    assert len(forward.segments) > 1
-    assert all(segment.num_tiles > 1 and segment.halo <= 0.25 for segment in forward.segments.values())
-
-
 def test_a_containers_own_hooks_run_once_and_hooks_inside_end_a_segment() -> None:
     model, calls = nn.Sequential(level(1, 4), level(4, 4)), list[str]()
     model.register_forward_hook(lambda *_: calls.append("all"))
@@ -266,16 +227,6 @@ def test_a_layer_in_place_behind_one_that_makes_no_new_memory_is_not_in_tiles() 
     torch.testing.assert_close(model(overwritten), expected)
     assert torch.equal(overwritten, first[1](x.clone()))
     assert list(forward.segments) == ["2-6"]
-
-
-def test_what_is_mapped_or_differentiated_forwards_is_not_in_tiles() -> None:
-    model = level(1, 4)
-    (forward,) = tile_convs(model, tile_budget_mib=0.01, min_pixels=1).values()
-    x = torch.randn(1, 1, 40, 40)
-    expected = nn.Sequential.forward(model, x)
-    torch.testing.assert_close(torch.vmap(model)(x[None])[0], expected)
-    torch.testing.assert_close(torch.func.jvp(model, (x,), (x,))[0], expected)
-    assert forward.segments == {}
 
 
 def test_small_images_are_the_plain_run_to_the_bit_and_have_no_effect() -> None:

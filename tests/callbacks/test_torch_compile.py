@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.torch_compile import (
     INDUCTOR,
     TRITON,
@@ -96,22 +96,6 @@ class WithLoss(Deep):
         loss = self.loss(self(batch[0]), batch[1])
         self.losses.append(float(loss.detach()))
         return loss
-
-
-def test_recomputed_blocks_run_their_compiled_code_again() -> None:
-    calls = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        return lambda *args: calls.append(1) or graph(*args)
-
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
-    recompute(model)
-    compile_in_place(model, backend=backend)
-    x = torch.randn(2, 4, requires_grad=True)
-    y = model(x)
-    assert len(calls) == 3
-    y.sum().backward()
-    assert len(calls) == 6
 
 
 class Broken(Net):
