@@ -85,13 +85,6 @@ class OwnGenerator(Indices):
         yield from ((index + shift) % NUM_SAMPLES for index in self.inner)
 
 
-class Sized(Stream):
-    """A stream that knows its length: Lightning does not fetch ahead."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-
 class Late(Indices):
     """A sampler without replacement that draws for each index."""
 
@@ -173,7 +166,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "stream": (lambda: DataLoader(Stream(), batch_size=2), {}),
     "stream, by steps": (lambda: DataLoader(Stream(), batch_size=2), BY_STEPS),
     "stream behind a loader": (lambda: [shuffled(), DataLoader(Stream(), batch_size=2)], {}),
-    "sized stream behind a loader": (lambda: [shuffled(), DataLoader(Sized(), batch_size=2)], {}),
     "stream, validation": (
         lambda: DataLoader(Stream(), batch_size=2), {"validation": VALIDATION, "val_check_interval": 2}
     ),
@@ -184,7 +176,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: [shuffled(Samples(draws=True)), shuffled(Samples(8, draws=True))], BY_STEPS
     ),
     "sampler that draws twice": (twice_as_many, {}),
-    "sampler that draws twice, workers": (functools.partial(twice_as_many, num_workers=1), {}),
     "subset": (lambda: shuffled(Subset(Noisy(), range(10))), {}),
     "stateful": (lambda: StatefulDataLoader(Samples(), batch_size=2, shuffle=True), {}),
     "validation in the epoch": (shuffled, {"validation": VALIDATION, "val_check_interval": 2}),
@@ -192,7 +183,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "part of an epoch": (shuffled, {"limit_train_batches": 4}),
     "loaders made early": (shuffled, {"asks_for_steps": True}),
 }  # fmt: skip
-SLOW = ("workers that draw", "collation that draws", "sampler that draws twice, workers")
+SLOW = ("workers that draw", "collation that draws")
 
 
 def bit_equal_points(

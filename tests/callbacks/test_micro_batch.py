@@ -109,32 +109,6 @@ def test_windows_of_cut_batches_are_exact_too(weighted: bool, clip: float | None
     assert_same_training(model, train_reference(weighted, 6, clip, 50, 13), clip)
 
 
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_an_optimizer_that_needs_its_closure_several_times_gets_it() -> None:
-    class Twice(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            assert closure is not None
-            closure()
-            loss = closure()
-            super().step()
-            return loss
-
-    class Model(StatefulModel):
-        def configure_optimizers(self) -> Any:
-            return Twice(self.parameters(), lr=0.1)
-
-    counts, weights = [], []
-    for callbacks in ([], [MicroBatch()], [MicroBatch(micro_batch_size=4)]):
-        model = stateful_model()
-        model.__class__ = Model
-        trainer = fit(model, *callbacks, loader=data(), max_steps=4)
-        counts.append(model.count)
-        weights.append([*model.parameters()])
-        assert "step" not in vars(trainer.optimizers[0])
-    assert counts == [8, 8, 24]
-    torch.testing.assert_close(weights[1], weights[0])
-
-
 def test_an_update_that_fails_twice_changes_no_parameter() -> None:
     model = stateful_model(Fault("update", at=2, times=2))
     with pytest.raises(torch.OutOfMemoryError, match="micro_batch_size"):

@@ -164,16 +164,6 @@ def test_gradients_stay_where_something_may_read_them(how: str) -> None:
     assert "may read them" in choice.outcome().did
 
 
-def test_a_validation_of_its_own_changes_no_weight(net: Callable[..., Net], tmp_path: Path) -> None:
-    model = net()
-    trainer = make_trainer(callbacks=[OptimizerChoice(optimizer=FREE)], max_steps=5)
-    trainer.fit(model, make_loader(), make_loader(8))
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    before = model.first.weight.detach().clone()
-    trainer.validate(model, make_loader(8), verbose=False, ckpt_path=tmp_path / "end.ckpt")
-    assert torch.equal(model.first.weight.detach(), before)
-
-
 def test_a_layer_that_is_trained_later_is_trained_as_by_the_modules_own_optimizer() -> None:
     class Later(Net):
         def on_train_epoch_start(self) -> None:

@@ -174,18 +174,6 @@ def test_an_optimizer_that_evaluates_its_closure_again_is_left_out_only_at_first
         train(data({}, 4), SkipBadSteps(), bad_call=2)
 
 
-def test_an_optimizer_that_is_replaced_is_watched_too() -> None:
-    class Replace(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.strategy.setup_optimizers(trainer)
-
-    skip = SkipBadSteps()
-    trainer = fit(data({4: NAN}, 6), skip, Replace())
-    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[4, 4]]
-    assert all(torch.isfinite(each).all() for each in trainer.lightning_module.parameters())
-
-
 def test_sparse_gradients_and_large_ones_of_16_bits_have_a_norm() -> None:
     skip = SkipBadSteps()
     for gradient, norm in (

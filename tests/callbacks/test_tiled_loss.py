@@ -1,4 +1,4 @@
-"""Unchanged steps in float64 (T1): a loss in tiles, or whole logits; never another gradient."""
+"""Unchanged steps in float64 (T1): a loss in tiles, whole logits or a rejection; never another gradient."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -74,7 +75,7 @@ TILED: dict[str, Callable[[Any], Tensor]] = {
 }
 WHOLE: dict[str, Callable[[Any], Tensor]] = {
     "softmax": lambda m: -m(X).softmax(-1).log().gather(-1, KEPT[..., None]).mean(),
-    "in place": lambda m: F.cross_entropy(m(X).div_(2.0).flatten(0, 1), Y.flatten()),
+    "in place": lambda m: cross_entropy_of(m(X).div_(2.0)),
     "written": lambda m: _masked(m(X)),
     "probabilities": lambda m: F.cross_entropy(m(X).mT, F.one_hot(KEPT, V).mT.double()),
     "some classes": lambda m: F.cross_entropy(m(X)[..., :40].flatten(0, 1), Y.flatten().clamp(max=39)),
@@ -96,6 +97,100 @@ def _with_accuracy(logits: Tensor) -> Tensor:
 def _masked(logits: Tensor) -> Tensor:
     logits[..., 60:] = -1e9
     return F.cross_entropy(logits.flatten(0, 1), Y.flatten().clamp(max=59))
+
+
+def cross_entropy_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), Y.flatten())
+
+
+def hooked_logits(net: Any) -> Tensor:
+    logits = net(X)
+    logits.register_hook(lambda grad: grad * 0.1)
+    return cross_entropy_of(logits)
+
+
+def hooked_head(net: Any) -> Tensor:
+    net.head.register_forward_hook(lambda module, args, out: out / 3)
+    return cross_entropy_of(net(X))
+
+
+def without_gradients(net: Any) -> Tensor:
+    with torch.no_grad():
+        taught = net(X.flip(0))
+    return F.mse_loss(net(X), taught) + cross_entropy_of(net(X))
+
+
+def masked_without_gradients(net: Any) -> Tensor:
+    logits = net(X)
+    with torch.no_grad():
+        logits[..., :3] = -1e4
+    return cross_entropy_of(logits.float().double()) + logits.logsumexp(-1).mean()
+
+
+def written_as_data(net: Any) -> Tensor:
+    logits = net(X)
+    logits.data.mul_(2.0)
+    return cross_entropy_of(logits)
+
+
+def written_after_a_view(net: Any) -> Tensor:
+    logits = net(X)
+    flat, halved = logits.view(-1, V), logits / 2
+    logits.mul_(2.0)
+    return F.cross_entropy(flat, Y.flatten()) + cross_entropy_of(halved)
+
+
+def other_order_of_classes(net: Any) -> Tensor:
+    return cross_entropy_of(net(X)[..., torch.arange(V).flip(0)]) + cross_entropy_of(net(X)[:, :, :V])
+
+
+def replaced_forward(net: Any) -> Tensor:
+    inner = net.head.forward
+    net.head.forward = lambda x: inner(x) * 2
+    return cross_entropy_of(net(X))
+
+
+READ_IN_ODD_WAYS: list[Callable[[Any], Tensor]] = [
+    hooked_logits, hooked_head, without_gradients, masked_without_gradients, written_as_data,
+    written_after_a_view, other_order_of_classes, replaced_forward,
+]  # fmt: skip
+
+
+def after_an_update(net: Any) -> Tensor:
+    logits = net(X)
+    with torch.no_grad():
+        net.head.weight.mul_(1.1)
+    return cross_entropy_of(logits)
+
+
+def with_other_weights(net: Any) -> Tensor:
+    weights = {name: value * 1.5 for name, value in net.named_parameters()}
+    return cross_entropy_of(torch.func.functional_call(net, weights, (X,)))
+
+
+def after_the_input_changed(net: Any) -> Tensor:
+    hidden = net.embedding(X)
+    logits = net.head(hidden)
+    hidden += 1
+    return cross_entropy_of(logits)
+
+
+def retained_after(net: Any) -> Tensor:
+    logits = net(X)
+    loss = cross_entropy_of(logits)
+    logits.retain_grad()
+    return loss
+
+
+def in_another_mode(net: Any) -> Tensor:
+    logits = net(X)
+    net.eval()
+    return cross_entropy_of(logits)
+
+
+NOT_KNOWN_LATER = [
+    after_an_update, with_other_weights, after_the_input_changed, retained_after, in_another_mode,
+]  # fmt: skip
 
 
 def gradients(model: nn.Module, step: Callable[[Any], Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -125,6 +220,42 @@ def test_a_step_has_its_loss_in_tiles(name: str) -> None:
 def test_what_tiles_cannot_do_has_whole_logits(name: str) -> None:
     projection = assert_same_step(gpt(), WHOLE[name])
     assert sum(projection.readers.values()) >= 1
+
+
+@pytest.mark.parametrize("step", READ_IN_ODD_WAYS, ids=lambda step: step.__name__)
+def test_logits_that_are_read_in_odd_ways_give_the_same_step(step: Callable[[Any], Tensor]) -> None:
+    """With as many features as classes, so that a mistaken axis shows in numbers only."""
+    assert_same_step(gpt(d_model=V), step)
+
+
+@pytest.mark.parametrize("step", NOT_KNOWN_LATER, ids=lambda step: step.__name__)
+def test_logits_that_cannot_be_known_later_are_rejected(step: Callable[[Any], Tensor]) -> None:
+    model = gpt()
+    tile_loss(model, tile_budget_mib=SOME_ROWS)
+    with pytest.raises(ConfigError, match="linear_cross_entropy"):
+        step(model)
+
+
+def test_logits_that_are_kept_are_those_before_the_step() -> None:
+    plain, ours, kept = gpt(), gpt(), list[Tensor]()
+    tile_loss(ours, tile_budget_mib=SOME_ROWS)
+    for net in (plain, ours):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        logits = net(X)
+        cross_entropy_of(logits).backward()
+        optimizer.step()
+        kept.append(logits.softmax(-1).detach())
+    torch.testing.assert_close(kept[1], kept[0], rtol=1e-12, atol=0.0)
+
+
+def test_fabrics_backward_pass_is_checked_without_the_logits() -> None:
+    net, fabric = gpt().float(), Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    (projection,) = tile_loss(net).values()
+    model = fabric.setup_module(net)
+    fabric.backward(cross_entropy_of(model(X)))
+    assert (projection.num_losses, dict(projection.readers)) == (1, {})
+    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+        cross_entropy_of(model(X)).backward()
 
 
 def test_logits_that_are_read_after_the_loss_are_those_of_the_model() -> None:
