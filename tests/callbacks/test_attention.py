@@ -80,19 +80,9 @@ def test_unknown_backends_and_those_of_another_device_are_rejected(backend: Any)
         run(Attending(), Attention(backend=backend))
 
 
-class OwnSoftmax(Attending):
-    """Computes its scores itself."""
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.layer(torch.ones(1, 2, 8, 4))
-        return ((x @ x.mT).softmax(-1) @ x).mean()
-
-
-@pytest.mark.parametrize(("backend", "net"), [(None, Attending), ("flash", OwnSoftmax)])
-def test_nothing_chosen_or_no_call_is_no_effect(backend: Any, net: type[Attending]) -> None:
+def test_without_a_chosen_backend_it_has_no_effect() -> None:
     with pytest.warns(NoEffectWarning):
-        run(net(), Attention(backend=backend))
+        run(Attending(), Attention())
 
 
 def by_document(
@@ -154,22 +144,13 @@ def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, ba
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(
-    ("backend", "options", "reason"),
-    [
-        ("efficient", {"dropout_p": 0.1}, ""),
-        ("cudnn", {}, "not half precision"),
-        ("flash", {"attn_mask": torch.ones(8, 8).bool()}, "mask"),
-    ],
-)
-def test_a_prediction_for_a_gpu_applies_its_rules(backend: str, options: dict[str, Any], reason: str) -> None:
-    trainer = make_trainer(callbacks=[Attention(backend=backend)], max_steps=2)
-    found = predict(Attending(**options), torch.zeros(1), trainer=trainer, capability=90)
-    if reason:
-        assert isinstance(found.error, ConflictError)
-        assert reason in str(found.error)
-    else:
-        assert [row.backend for row in found.attention] == [backend]
+def test_a_prediction_for_a_gpu_applies_its_rules() -> None:
+    trainer = make_trainer(callbacks=[Attention(backend="cudnn")], max_steps=2)
+    found = predict(Attending(), torch.zeros(1), trainer=trainer, capability=90)
+    assert isinstance(found.error, ConflictError)
+    trainer = make_trainer(callbacks=[Attention(backend="efficient")], max_steps=2)
+    found = predict(Attending(dropout_p=0.1), torch.zeros(1), trainer=trainer, capability=90)
+    assert [row.backend for row in found.attention] == ["efficient"]
 
 
 def test_documents_are_found_once_a_batch_and_again_where_positions_change() -> None:
@@ -184,23 +165,6 @@ def test_documents_are_found_once_a_batch_and_again_where_positions_change() -> 
     # The positions of one row are those of batches of any size.
     found = [packed.documents_of(PACKED[:1], num_rows) for num_rows in (1, 2)]
     assert [each.starts[-1].item() for each in found if each is not None] == [10, 20]
-
-
-def test_a_mask_that_is_more_than_documents_and_a_window_is_found() -> None:
-    documents = PackedAttention().documents_of(PACKED, 2)
-    assert documents is not None
-
-    def late(function: Any) -> LateMask:
-        packed = masks.packed_sequence_mask_function(masks.find_packed_sequence_indices(PACKED))
-        function = masks.and_masks(function, packed)
-        return LateMask(batch_size=2, q_length=10, kv_length=10, mask_function=function, use_vmap=True)
-
-    window = masks.sliding_window_causal_mask_function(3)
-    assert late(masks.causal_mask_function).is_of(documents, (-1, 0))
-    assert late(window).is_of(documents, (2, 0))
-    assert not late(window).is_of(documents, (-1, 0))
-    assert late(masks.bidirectional_mask_function).is_of(documents, (-1, -1))
-    assert not late(masks.bidirectional_mask_function).is_of(documents, (-1, 0))
 
 
 def test_a_window_of_the_mask_alone_is_found_in_the_first_document_that_is_longer() -> None:

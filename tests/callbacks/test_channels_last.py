@@ -219,17 +219,6 @@ def test_an_optimizer_and_gradients_that_outlive_the_run_are_contiguous_again() 
     assert_close(models[1], models[0])
 
 
-class Assigning(Images):
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in self.parameters():
-            assert parameter.grad is not None
-            parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
-
-
-def test_gradients_that_are_assigned_are_read_in_the_order_of_their_weights() -> None:
-    assert_close(train(ChannelsLast(), model=Assigning()), train(model=Images()))
-
-
 def bitsandbytes_adamw(model: Images) -> Any:
     return pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters(), lr=1e-3)
 

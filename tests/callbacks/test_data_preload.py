@@ -1,4 +1,4 @@
-"""DataPreload: the same run, sooner; trials of workers, the loader that fetches ahead; nothing stays changed."""
+"""DataPreload: the same run, sooner; trials of workers, and the loader that fetches ahead."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_an_order_that_depends_on_the_epoch_continues_with_the_next(name: str, t
 
 
 class Counting(Indices):
-    """Samplers whose order depends on a state of their own, which nothing saves."""
+    """A sampler whose order depends on a counter that nothing saves."""
 
     def __init__(self) -> None:
         self.passes = 0

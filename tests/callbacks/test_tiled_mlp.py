@@ -250,10 +250,6 @@ class Between(nn.Module):
         return self.down(self.mixes(self, self.up(x)))
 
 
-def in_pairs(self: Any, h: Tensor) -> Tensor:
-    return h.unflatten(-2, (-1, 2)).flip(-2).flatten(-3, -2) if h.shape[-2] % 2 == 0 else h
-
-
 class BitLinear(nn.Linear):
     """Rounds its input to 8 bits by its largest value."""
 
@@ -262,24 +258,8 @@ class BitLinear(nn.Linear):
         return super().forward((input * scale).round() / scale)
 
 
-class Noisy(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight * torch.rand(self.weight.shape), self.bias)
-
-
-class Lines(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-
 def keeps(self: Any, h: Tensor) -> Tensor:
     self.aux = h.abs().mean()
-    return h
-
-
-def appends(self: Any, h: Tensor) -> Tensor:
-    self.part.seen.append(h.mean())
     return h
 
 
@@ -302,7 +282,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: Between(lambda self, h: self.part(h), nn.Dropout(0.1)), ""),
     "attention": (lambda: Attention(16, 2, 64, 0.0), OTHER_TOKENS),
     "Llama's attention": (lambda: llama_layer().self_attn, "its forward fails"),
-    "pairs": (lambda: Between(in_pairs), OTHER_TOKENS),
     "a middle axis": (
         lambda: Between(lambda self, h: h - h.mean(1, keepdim=True) if h.dim() == 4 else h),
         OTHER_TOKENS,
@@ -314,16 +293,11 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rounded by the largest": (lambda: nn.Sequential(nn.Linear(4, 8), BitLinear(8, 4)), OTHER_TOKENS),
     "experts": (lambda: mixtral_layer().mlp, "it distributes tokens (topk)"),
     "DropPath": (lambda: Between(drops_samples), DRAWS),
-    "noisy weights": (lambda: nn.Sequential(nn.Linear(4, 8), Noisy(8, 4)), DRAWS),
     "spectral norm": (
         lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.spectral_norm(nn.Linear(8, 4))),
         "its forward changes buffers",
     ),
     "what it keeps": (lambda: Between(keeps), "its forward keeps something of its input: aux"),
-    "what it appends": (
-        lambda: Between(appends, Lines()),
-        "its forward keeps something of its input: part.seen",
-    ),
     "hooks": (hooked, "hooks of part would run for every tile"),
     "two inputs": (lambda: nn.Bilinear(4, 4, 4), "its forward takes 2 inputs"),
     "two outputs": (lambda: nn.GRU(8, 8), "its forward returns a tuple"),

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from lightning_eff.callbacks._fused_mlp import fuse_mlps, layers_of
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.callbacks.triton_gemm import TritonGemm, swap, unswap
+from lightning_eff.callbacks.triton_gemm import TritonGemm, swap
 from lightning_eff.kernels import dispatch, linear, measure
 from lightning_eff.kernels.choices import LIBRARY
 from lightning_eff.kernels.linear import Accumulation
@@ -61,18 +61,6 @@ def test_layers_are_chosen_by_size_name_and_type() -> None:
     model = layers()
     assert len(swap(model)) == 1
     assert swap(model) == {}, "a second time there is nothing to do"
-
-
-def test_a_swap_is_taken_back() -> None:
-    model = layers()
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    for layer in swap(model, accumulation=linear.Accumulation()).values():
-        assert type(layer) is linear.TritonLinear
-        layer.backend = "torch"
-        unswap(layer)
-        unswap(layer)
-        assert type(layer) is nn.Linear
-    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
 def train(model: LanguageModel, *callbacks: Any, num_steps: int = 50) -> None:
@@ -332,16 +320,8 @@ def test_a_forward_that_may_change_is_no_mlp_and_a_look_at_it_leaves_no_trace(co
     assert random.getstate() == numbers[1]
 
 
-def drop(model: Any) -> None:
-    model[2].p = 0.5
-
-
 def exchange(model: Any) -> None:
     model[1] = nn.ReLU()
-
-
-def listen(model: Any) -> None:
-    model[1].register_forward_hook(lambda *_: None)
 
 
 def patch(model: Any) -> None:
@@ -349,7 +329,7 @@ def patch(model: Any) -> None:
     layer.forward = lambda x: F.linear(x, layer.weight * 0.5)
 
 
-@pytest.mark.parametrize("change", [drop, exchange, listen, patch])
+@pytest.mark.parametrize("change", [exchange, patch])
 def test_what_has_changed_since_computes_as_it_is_now(change: Any) -> None:
     plain = sequential(nn.GELU(), nn.Dropout(0.0))
     model = copy.deepcopy(plain)
