@@ -29,7 +29,6 @@ from lightning_eff.core.shards import full_tensor
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.prediction.predict import predict
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Layer, make_trainer, seeded
@@ -326,31 +325,12 @@ def test_peak_grows_by_batch_and_embeddings_alone(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] == (1024 - 64) * 4 * (11 + 16) + (1024 - 64) // 16 * 4
 
 
-PLANNED: dict[str, Callable[[], dict[str, Any]]] = {
-    "auto": lambda: {"callbacks": [Contrastive()]},
-    "window": lambda: {"callbacks": [Contrastive(micro_batch_size=4)], "accumulate_grad_batches": 2},
-    "bf16": lambda: {
-        "callbacks": [Contrastive(micro_batch_size=4), GradientCheckpointing()],
-        "plugins": [AutoPrecision(precision="bf16-mixed")],
-    },
-}
+def test_plan_predicts_the_peak_to_the_byte(tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        callbacks = [Contrastive(micro_batch_size=4), GradientCheckpointing()]
+        return {"callbacks": callbacks, "plugins": [AutoPrecision(precision="bf16-mixed")]}
 
-
-@pytest.mark.filterwarnings("ignore:Contrastive had no effect")
-@pytest.mark.parametrize("name", PLANNED)
-def test_plan_predicts_the_peak_to_the_byte(name: str, tmp_path: Path) -> None:
-    assert_predicted_is_measured(Wide, PLANNED[name], tmp_path, wide_loader(11))
-
-
-def test_plan_runs_few_of_many_micro_batches(tmp_path: Path) -> None:
-    many, report = wide_loader(44), EfficiencyReport(dirpath=str(tmp_path))
-    plan = make_trainer(callbacks=[Contrastive(micro_batch_size=1)], max_steps=2)
-    found = predict(Wide, next(iter(many)), trainer=plan, num_batches=2)
-    assert found.peak is not None
-    assert "micro-batches 32 are run" in found.assumed[-1]
-    make_trainer(callbacks=[Contrastive(micro_batch_size=1), report], max_steps=2).fit(seeded(Wide), many)
-    # Each of the others has a copy of the buffer that counts.
-    assert report.report["memory"]["num_bytes"] - found.peak.num_bytes == (44 - 32) * 4
+    assert_predicted_is_measured(Wide, options, tmp_path, wide_loader(11))
 
 
 class NotCalled(Pairs):
@@ -389,7 +369,7 @@ def test_what_would_train_another_objective_is_rejected(kind: type[Pairs], error
         trained(kind, WHOLE, Contrastive(micro_batch_size=4))
 
 
-def test_a_module_without_the_method_and_micro_batches_of_the_step_are_rejected(
+def test_what_cannot_work_is_rejected_and_batches_that_fit_have_no_effect(
     net: Callable[..., pl.LightningModule],
 ) -> None:
     model = net()
@@ -398,9 +378,6 @@ def test_a_module_without_the_method_and_micro_batches_of_the_step_are_rejected(
         make_trainer(callbacks=[Contrastive()]).fit(model, loader(WHOLE))
     with pytest.raises(ConflictError, match="callbacks/contrastive with callbacks/micro_batch"):
         trained(Pairs, WHOLE, MicroBatch(micro_batch_size=4), Contrastive())
-
-
-def test_batches_that_fit_warn() -> None:
     with pytest.warns(NoEffectWarning):
         trained(Pairs, WHOLE, Contrastive(micro_batch_size=64))
 

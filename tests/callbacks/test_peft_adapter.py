@@ -11,17 +11,15 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
-from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
-from lightning_eff.kernels.linear import TritonLinear
 from lightning_eff.models.gpt import GPT
 from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.adapters import METHODS, Exact
@@ -131,17 +129,17 @@ def test_a_layer_under_two_names_has_its_adapter_under_both() -> None:
             super().__init__()
             self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
             self.head = self.body[1]
+            self.config = SimpleNamespace(width=3)
 
-    saved = Twice()
-    adapt(saved, target_modules=["body.0"], modules_to_save=["body.1"])
-    assert saved.head is saved.body[1]
-    assert isinstance(saved.head, ModulesToSaveWrapper)
-    model = Twice()
-    model.config = SimpleNamespace(width=3)
-    adapt(model)
-    assert model.config.width == 3, "an attribute of the user's own, which PEFT would read"
-    assert model.head is model.body[1]
-    assert isinstance(model.head, peft.tuners.lora.Linear)
+    for options, kind in (
+        ({"target_modules": ["body.0"], "modules_to_save": ["body.1"]}, ModulesToSaveWrapper),
+        ({}, peft.tuners.lora.Linear),
+    ):
+        model = Twice()
+        adapt(model, **options)
+        assert model.head is model.body[1]
+        assert isinstance(model.head, kind)
+        assert model.config.width == 3, "the user's attribute, which PEFT would read"
 
 
 def test_two_models_in_a_module_are_adapted_and_all_else_is_frozen() -> None:
@@ -232,17 +230,6 @@ def test_what_unfreezes_the_base_is_rejected() -> None:
             fit(Deep(), PeftAdapter(), other)
 
 
-def test_of_an_adapted_layer_only_what_is_trained_is_computed_by_our_gemm() -> None:
-    converted: list[str] = []
-
-    def look(_: pl.Trainer, module: pl.LightningModule) -> None:
-        converted.extend(name for name, each in module.named_modules() if isinstance(each, TritonLinear))
-
-    fit(Deep(), TritonGemm(min_features=8), PeftAdapter(), LambdaCallback(on_train_start=look), max_steps=1)
-    assert "first.base_layer" not in converted
-    assert "first.lora_A.default" in converted
-
-
 @pytest.mark.parametrize("name", ["dora", "oft"])
 def test_recomputed_blocks_train_their_adapters(name: str) -> None:
     """To the bit; some methods (OFT, HRA) add in place to a product that `selective` would keep."""
@@ -264,13 +251,3 @@ def test_a_hugging_face_model_as_a_part() -> None:
     ids = torch.arange(8)[None]
     model["net"](input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-def test_the_report_counts_layers_and_parameters() -> None:
-    technique = PeftAdapter(target_modules=["first"], options={"r": 2})
-    assert not technique.outcome().effective
-    model = Net()
-    fit(model, technique, max_steps=1)
-    total = sum(p.numel() for p in model.parameters())
-    assert f"48 of {total} parameters trained" in technique.outcome().did
-    assert technique.outcome().numbers["layers"] == ["first"]

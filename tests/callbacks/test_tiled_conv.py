@@ -237,23 +237,6 @@ def test_small_images_are_the_plain_run_to_the_bit_and_have_no_effect() -> None:
     assert is_equal(*(list(model.state_dict().values()) for model in models))
 
 
-class Failing(Images):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            raise RuntimeError("broken on purpose")
-        return super().training_step(batch, batch_idx)
-
-
-def test_forwards_are_restored_after_a_failure_and_a_second_fit_works() -> None:
-    model, technique = Failing(), TiledConv(**SMALL)
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        train(model, technique)
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert "configure_model" not in vars(model)
-    train(Images(), technique, num_steps=2)
-    assert len(technique.outcome().numbers["segments"]) == 2
-
-
 def test_modules_that_are_named_must_be_containers() -> None:
     for modules in ("out", []):
         with pytest.raises(ConfigError, match="modules="):

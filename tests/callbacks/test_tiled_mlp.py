@@ -328,18 +328,6 @@ def test_weights_are_not_read(name: str) -> None:
         assert check_token_wise(make()) == found
 
 
-def test_a_tile_has_as_many_axes_as_the_module_accepts() -> None:
-    def in_samples(self: Any, h: Tensor) -> Tensor:
-        samples, _, _ = h.shape
-        return h.view(samples, -1, 8).tanh()
-
-    model = nn.ModuleDict({"mlp": Between(in_samples)})
-    assert check_token_wise(model["mlp"]).ranks == (3,)
-    (forward,) = tile_mlps(model, modules="mlp", tile_budget_mib=1e-3, min_tokens=1).values()
-    model["mlp"](torch.ones(2, 32, 4))
-    assert forward.max_tiles > 1
-
-
 def test_modules_that_are_named_must_be_token_wise() -> None:
     model = make_gpt()
     with pytest.raises(ConfigError, match="modules="):
