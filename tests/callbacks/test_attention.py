@@ -162,7 +162,7 @@ def test_documents_are_found_once_a_batch_and_again_where_positions_change() -> 
     reference = weakref.ref(positions)
     del positions
     assert reference() is None
-    # The positions of one row are those of batches of any size.
+    # One row of positions serves a batch of any size.
     found = [packed.documents_of(PACKED[:1], num_rows) for num_rows in (1, 2)]
     assert [each.starts[-1].item() for each in found if each is not None] == [10, 20]
 

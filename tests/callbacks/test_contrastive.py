@@ -291,7 +291,7 @@ def test_out_of_memory_halves_and_equals_that_size_from_the_start(window: int, t
 
 
 class Wide(Pairs):
-    """Wide activations, eight numbers of each tower, and a loss whose memory is that of the embeddings."""
+    """Wide activations, eight numbers of each tower, and a loss that holds no more than the embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

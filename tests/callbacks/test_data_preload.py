@@ -354,7 +354,7 @@ class OnDevice(torch.Tensor):
 
 
 def on_fake_device(monkeypatch: pytest.MonkeyPatch, move: Any) -> Mock:
-    """Return what notes the calls of the `main` and the `side` stream of a GPU that is not there."""
+    """Record the calls of the streams `main` and `side` of a GPU that is not there."""
     streams = Mock()
     streams.side.record_event.side_effect = itertools.count(1)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.side)
@@ -416,7 +416,7 @@ def test_a_trial_reads_samples_by_index_and_leaves_sampler_and_random_states_alo
 
 
 class Sleeps(Counted):
-    """Takes 2 ms for a sample, and counts those of all processes."""
+    """Takes 2 ms for a sample, and counts the samples of all processes."""
 
     def __init__(self) -> None:
         self.num_made = multiprocessing.Value("i", 0)

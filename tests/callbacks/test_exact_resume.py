@@ -220,7 +220,7 @@ def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> 
 
 
 class ByEpoch(Indices):
-    """A sampler whose order depends on its epoch alone, which it keeps under a name of its own."""
+    """A sampler whose order depends on its epoch alone, in an attribute that is not called `epoch`."""
 
     number = 0
 
@@ -318,7 +318,7 @@ class Seeded(ByEpoch):
 @pytest.mark.parametrize(
     ("make", "exact"), [(Counting, (3, 6)), (Seeded, ()), (Backwards, (3, 6, 9)), (ByEpoch, (3, 6, 9))]
 )
-def test_the_order_is_vouched_for_only_where_hashes_prove_it(
+def test_the_order_counts_as_saved_only_where_hashes_prove_it(
     make: Any, exact: tuple[int, ...], num_workers: int, tmp_path: Path
 ) -> None:
     def loader() -> DataLoader[Tensor]:

@@ -70,7 +70,7 @@ def test_running_out_in_the_update_leaves_no_trace(at: int) -> None:
 
 @pytest.mark.parametrize(("phase", "at"), [("forward", 6), ("backward", 1), ("backward", 3)])
 def test_a_window_of_several_batches_is_computed_again(phase: str, at: int) -> None:
-    """Two batches a step, four micro-batches; those of the first batch are run again and logged once."""
+    """Two batches a step, four micro-batches; the first batch's are run again and logged once."""
     callbacks = [GradientAccumulation(global_batch_size=2 * BATCH), auto := MicroBatch()]
     auto.load_state_dict({"micro_batch_size": 6})
     fault = Fault(phase, at=at)

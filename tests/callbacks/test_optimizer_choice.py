@@ -190,7 +190,7 @@ def test_a_layer_that_is_trained_later_is_trained_as_by_the_modules_own_optimize
 def test_it_resumes_from_the_state_of_adamw_and_the_other_way_round(
     kind: Any, net: Callable[..., Net], tmp_path: Path
 ) -> None:
-    kinds = [ADAMW, functools.partial(kind, weight_decay=0.5)]  # its rate is that of the checkpoint
+    kinds = [ADAMW, functools.partial(kind, weight_decay=0.5)]  # its rate comes from the checkpoint
     for first in kinds:
         path, losses = tmp_path / "2.ckpt", []
         fit(net(dropout=0.0), OptimizerChoice(optimizer=first), max_steps=2).save_checkpoint(path)

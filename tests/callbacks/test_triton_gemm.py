@@ -255,7 +255,7 @@ def test_gradients_are_added_in_place() -> None:
     model = copy.deepcopy(plain)
     fuse_mlps(model, min_features=1, accumulation=accumulation)
     torch.testing.assert_close(steps(model, accumulation), steps(plain), rtol=1e-5, atol=1e-6)
-    assert accumulation.num_added == 2, "up and down; the gate is a layer of its own"
+    assert accumulation.num_added == 2, "up and down; the gate is a separate layer"
 
 
 @pytest.mark.parametrize(("name", "kept"), [("Llama", (4, 2)), ("GPT", (2, 1))])

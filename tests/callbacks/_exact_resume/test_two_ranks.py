@@ -48,7 +48,7 @@ def fit(ckpt: Path | None, *callbacks: pl.Callback, num_workers: int = 0, **keyw
 
 
 def under_fabric(folder: Path) -> dict[int, list[list[float]]]:
-    """Return what your own loop sees in three epochs, and after a resume from each of some points."""
+    """Train in your own loop for three epochs, then resume from some points; return the samples seen."""
 
     def loaded(fabric: Fabric, point: int) -> list[list[float]]:
         torch.manual_seed(point + fabric.global_rank)
