@@ -223,7 +223,13 @@ def bitsandbytes_adamw(model: Images) -> Any:
     return pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("make", [lambda model: torch.optim.LBFGS(model.parameters()), bitsandbytes_adamw])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.LBFGS(model.parameters()),
+        pytest.param(bitsandbytes_adamw, marks=pytest.mark.slow),  # its import takes seconds
+    ],
+)
 def test_optimizers_that_need_contiguous_weights_are_rejected(make: Any) -> None:
     model = Images()
     model.configure_optimizers = functools.partial(make, model)
