@@ -21,13 +21,10 @@ from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
-from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Net, make_loader, make_trainer
-from tests.support.prediction import assert_predicted_is_measured
 from tests.support.ranks import is_equal, results_of_two_ranks
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -94,38 +91,27 @@ def assert_close(model: Images, plain: Images, rtol: float = 1e-9) -> None:
         torch.testing.assert_close(value, expected[name], rtol=rtol, atol=rtol * 1e-3)
 
 
-def in_backward() -> OptimizerChoice:
-    inner = functools.partial(torch.optim.AdamW, fused=True)
-    return OptimizerChoice(optimizer=functools.partial(InBackward, optimizer=inner, lr=1e-2))
-
-
-OTHERS: dict[str, Callable[[], list[Any]]] = {
-    "alone": list,
-    "windows of micro-batches": lambda: [
-        GradientAccumulation(global_batch_size=8),
-        MicroBatch(micro_batch_size=3),
-    ],
-    "recomputed, in the backward pass": lambda: [GradientCheckpointing(), in_backward()],
-}
-
-
 @pytest.mark.parametrize(
-    ("others", "dims", "dtype", "rtol"),
+    ("in_parts", "dims", "dtype", "rtol"),
     [
-        *((name, 2, torch.float64, 1e-9) for name in OTHERS),
-        ("alone", 3, torch.float32, 1e-3),  # torch's kernel for float64 is contiguous
+        (False, 2, torch.float64, 1e-9),
+        (True, 2, torch.float64, 1e-9),
+        (False, 3, torch.float32, 1e-3),  # torch's kernel for float64 is contiguous
     ],
 )
 def test_weights_and_batches_are_converted_and_the_result_is_the_plain_runs(
-    others: str, dims: int, dtype: torch.dtype, rtol: float
+    in_parts: bool, dims: int, dtype: torch.dtype, rtol: float
 ) -> None:
+    def others() -> list[Any]:
+        parts = [GradientAccumulation(global_batch_size=8), MicroBatch(micro_batch_size=3)]
+        return [*parts, GradientCheckpointing()] if in_parts else []
+
     make, callback = functools.partial(Images, dims, dtype), ChannelsLast()
-    plain = train(*OTHERS[others](), model=make())
-    model = train(callback, *OTHERS[others](), model=make())
+    plain = train(*others(), model=make())
+    model = train(callback, *others(), model=make())
     assert_close(model, plain, rtol)
     assert not is_equal(state_of(plain), state_of(make())), "it was trained"
-    numbers = {"weights": 4 if dims == 2 else 6, "images": 12 if "windows" in others else 6}
-    assert callback.outcome().numbers == numbers
+    assert callback.outcome().numbers == {"weights": 4 if dims == 2 else 6, "images": 12 if in_parts else 6}
     assert callback.outcome().effective
     assert {*model.formats} == {(True, True)}
     assert {*plain.formats} == {(False, False)}
@@ -236,14 +222,6 @@ def test_optimizers_that_need_contiguous_weights_are_rejected(make: Any) -> None
     with pytest.raises(ConflictError):
         train(ChannelsLast(), model=model)
     assert model.formats == []
-
-
-@pytest.mark.slow
-def test_the_memory_of_a_step_is_predicted(tmp_path: Path) -> None:
-    from lightning_eff.models.cnn import CNN
-
-    make = functools.partial(CNN, in_channels=1, num_classes=10, channels=4, num_blocks=1)
-    assert_predicted_is_measured(make, lambda: {"callbacks": [ChannelsLast()]}, tmp_path)
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {

@@ -26,7 +26,6 @@ from tests.support.versions import since_torch_2_13
 NUM_LAYERS = 4
 PRODUCTS_A_BLOCK = 4
 """Linear layers: queries, keys and values together, output, up, down."""
-aten = torch.ops.aten
 
 
 def make_gpt(policy: str | None, dropout: float = 0.0, **options: Any) -> GPT:
@@ -88,19 +87,31 @@ def test_bytes_alive_after_the_forward_pass() -> None:
     assert a_block > 10 * (2 * 16 * 16 * 4), "ten times a hidden state"
 
 
+def assert_same_gradients(
+    make: Callable[[], Any], backward: Callable[[Any], None], **options: Any
+) -> dict[str, RecomputedBlock]:
+    """To the bit, with blocks recomputed and without; return the recomputed blocks."""
+    results, recomputed = [], {}
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        recomputed = recompute(model, **options) if is_recomputed else {}
+        backward(model)
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert is_equal(*results)
+    return recomputed
+
+
 @pytest.mark.parametrize("policy", ["full", "selective", "offload"])
 def test_frozen_blocks_and_tied_weights_get_the_same_gradients(policy: str) -> None:
-    results = []
-    for chosen in (None, policy):
+    def make() -> GPT:
         model = make_gpt(None, dropout=0.1)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith(("embedding", "blocks.1", "blocks.3.mlp")))
         model.blocks[2].mlp.up.weight = model.blocks[1].mlp.up.weight
-        if chosen is not None:
-            recompute(model, policy=chosen)
-        step(model).backward()
-        results.append([p.grad for p in model.parameters()])
-    assert is_equal(*results)
+        return model
+
+    assert_same_gradients(make, lambda model: step(model).backward(), policy=policy)
 
 
 class Recurrent(nn.Module):
@@ -119,42 +130,37 @@ class Recurrent(nn.Module):
         return x + self.linear(y)
 
 
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    for parameter in model.parameters():
-        parameter.grad = None
-    model(x).square().sum().backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
 @since_torch_2_13
 @pytest.mark.parametrize(("kind", "packed"), [(nn.LSTM, False), (nn.GRU, True)])
 def test_selective_gives_recurrent_blocks_their_gradients(kind: type[nn.RNNBase], packed: bool) -> None:
     """They add to products in place, a GRU through views that share no version counter."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Recurrent(kind, packed=packed) for _ in range(2))).double()
-    x = torch.randn(3, 5, 6, dtype=torch.float64)
-    plain = gradients(model, x)
-    assert len(recompute(model, policy="selective")) == 2
-    torch.testing.assert_close(gradients(model, x), plain, rtol=0.0, atol=0.0)
+
+    def backward(model: nn.Module) -> None:
+        model(torch.randn(3, 5, 6, dtype=torch.float64)).square().sum().backward()
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Recurrent(kind, packed=packed) for _ in range(2))).double()
+
+    assert len(assert_same_gradients(make, backward, policy="selective")) == 2
 
 
 @since_torch_2_13
 def test_selective_recomputes_a_product_that_is_written_to_in_place_and_no_other() -> None:
-    torch.manual_seed(0)
-    blocks = [
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.GELU()) for _ in range(2)
-    ]
-    model = nn.Sequential(*blocks).double()
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    plain = gradients(model, x)
-    recompute(model, policy="selective")
-    loss = model(x).square().sum()
-    model.zero_grad()
-    with Operators() as operations:
-        loss.backward()
-    assert operations.counts["addmm"] == len(blocks), "one product of two"
-    assert operations.counts["mm"] == len(blocks) * 2 * 2, "two for the gradients of each product"
-    torch.testing.assert_close([p.grad for p in model.parameters()], plain, rtol=0.0, atol=0.0)
+    def make() -> nn.Module:
+        layers = [[nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.GELU()] for _ in range(2)]
+        return nn.Sequential(*(nn.Sequential(*each) for each in layers)).double()
+
+    counts: list[Any] = []
+
+    def backward(model: nn.Module) -> None:
+        loss = model(torch.randn(3, 4, dtype=torch.float64, requires_grad=True)).square().sum()
+        with Operators() as operations:
+            loss.backward()
+        counts.append(operations.counts)
+
+    assert_same_gradients(make, backward, policy="selective")
+    assert counts[1]["addmm"] == 2, "in each block one product of two"
+    assert counts[1]["mm"] == counts[0]["mm"] == 2 * 2 * 2, "two for the gradients of each product"
 
 
 class AddsToItsInput(nn.Module):
@@ -167,39 +173,34 @@ class AddsToItsInput(nn.Module):
         return torch.tanh(self.linear(x) + total), total
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
-def test_an_input_that_is_written_to_in_place_needs_a_copy(policy: str) -> None:
-    found = []
-    for chosen in (None, policy):
-        torch.manual_seed(0)
-        model = nn.ModuleList(AddsToItsInput() for _ in range(3)).double()
-        if chosen is not None:
-            recompute(model, policy=chosen)
+def test_an_input_that_is_written_to_in_place_needs_a_copy() -> None:
+    def backward(blocks: Any) -> None:
         y, total = torch.randn(2, 4, dtype=torch.float64), torch.ones((), dtype=torch.float64)
-        for block in model:
+        for block in blocks:
             y, total = block(y, total)
-        if chosen in (None, "offload"):
-            y.sum().backward()
-            found.append([p.grad for p in model.parameters()])
-        else:
-            with pytest.raises(RecomputationError, match="offload"):
-                y.sum().backward()
-    assert is_equal(found[0], found[-1])
+        y.sum().backward()
+
+    def make() -> nn.Module:
+        return nn.ModuleList(AddsToItsInput() for _ in range(3)).double()
+
+    assert_same_gradients(make, backward, policy="offload")
+    for policy in ("full", "selective"):
+        with pytest.raises(RecomputationError, match="offload"):
+            assert_same_gradients(make, backward, policy=policy)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_a_gradient_penalty_has_the_second_derivatives_of_the_plain_run(policy: str) -> None:
-    results = []
-    for chosen in (None, policy):
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.GELU()) for _ in range(2)]
-        model, x = nn.Sequential(*blocks).double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-        if chosen is not None:
-            recompute(model, policy=chosen)
+    def make() -> nn.Module:
+        layers = [[nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.GELU()] for _ in range(2)]
+        return nn.Sequential(*(nn.Sequential(*each) for each in layers)).double()
+
+    def backward(model: nn.Module) -> None:
+        x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
-        results.append([p.grad for p in model.parameters()])
-    assert is_equal(*results)
+
+    assert_same_gradients(make, backward, policy=policy)
 
 
 def test_the_report_says_which_blocks_and_how_often(deep: Callable[..., Deep]) -> None:
@@ -249,36 +250,28 @@ def make_llama() -> Any:
 
 
 def test_a_cache_that_layers_get_by_position_is_not_filled_twice() -> None:
-    results, tokens = [], torch.randint(0, 50, (2, 6))
-    config = GPT2Config(
-        vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=8, attn_implementation="eager"
+    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    config, tokens = GPT2Config(**sizes, attn_implementation="eager"), torch.randint(0, 50, (2, 6))
+    assert_same_gradients(
+        lambda: GPT2LMHeadModel(config).eval(), lambda m: m(input_ids=tokens, labels=tokens).loss.backward()
     )
-    for is_recomputed in (False, True):
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(config).eval()
-        if is_recomputed:
-            recompute(model)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        results.append([parameter.grad for parameter in model.parameters()])
-    assert is_equal(*results)
 
 
 @pytest.mark.parametrize(("policy", "use_cache"), [("selective", True), ("offload", False)])
 def test_hugging_faces_layers_are_recomputed_without_filling_their_cache_twice(
     policy: str, use_cache: bool
 ) -> None:
-    results, tokens = [], torch.randint(0, 50, (2, 9))
-    for chosen in (None, policy):
-        model = make_llama()
-        hooks = recompute(model, policy=chosen) if chosen else {}
+    caches, tokens = [], torch.randint(0, 50, (2, 9))
+
+    def backward(model: Any) -> None:
         out = model(input_ids=tokens, labels=tokens, use_cache=use_cache)
+        caches.append(out.past_key_values)
         out.loss.backward()
-        results.append([out.loss, *(p.grad for p in model.parameters())])
-    assert is_equal(*results)
+
+    hooks = assert_same_gradients(make_llama, backward, policy=policy)
     assert {n: hook.num_recomputed for n, hook in hooks.items()} == {f"model.layers.{i}": 1 for i in range(3)}
     assert all(hook.is_cache_disabled == use_cache for hook in hooks.values())
-    if use_cache:
-        assert out.past_key_values.get_seq_length() == 0
+    assert not use_cache or caches[1].get_seq_length() == 0
 
 
 def test_a_filled_cache_cannot_be_recomputed_from() -> None:

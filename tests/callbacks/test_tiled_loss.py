@@ -90,8 +90,7 @@ def _by_keywords(logits: Tensor) -> Tensor:
 
 
 def _with_accuracy(logits: Tensor) -> Tensor:
-    right = (logits.argmax(-1) == Y).double().mean()
-    return F.cross_entropy(logits.flatten(0, 1), Y.flatten()) * (1 + right)
+    return cross_entropy_of(logits) * (1 + (logits.argmax(-1) == Y).double().mean())
 
 
 def _masked(logits: Tensor) -> Tensor:
@@ -232,8 +231,7 @@ def test_fabrics_backward_pass_is_checked_without_the_logits() -> None:
 def test_logits_that_are_read_after_the_loss_are_those_of_the_model() -> None:
     def step(model: Any) -> Tensor:
         logits = model(X)
-        loss = F.cross_entropy(logits.flatten(0, 1), Y.flatten())
-        return loss + 1e-3 * torch.logsumexp(logits, -1).square().mean()
+        return cross_entropy_of(logits) + 1e-3 * torch.logsumexp(logits, -1).square().mean()
 
     projection = assert_same_step(gpt(), step)
     assert (projection.num_losses, dict(projection.readers)) == (1, {"logsumexp": 1})
@@ -373,24 +371,21 @@ def test_a_loss_that_lost_its_weight_is_warned_of_and_reported() -> None:
     ]
 
 
-@pytest.mark.parametrize("target", ["head", "modules_to_save"])
-def test_an_adapter_of_the_projection_is_computed_in_tiles(target: str) -> None:
-    def adapter() -> PeftAdapter:
-        if target == "head":
-            return PeftAdapter(target_modules=["head", "qkv"], options={"r": 2, "lora_alpha": 4})
-        return PeftAdapter(target_modules=["qkv"], modules_to_save=["head"], options={"r": 2})
-
-    models = []
-    for callbacks in ([], [TiledLoss(tile_budget_mib=SOME_ROWS)]):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["head", "qkv"], "options": {"r": 2, "lora_alpha": 4}},
+        {"target_modules": ["qkv"], "modules_to_save": ["head"], "options": {"r": 2}},
+    ],
+)
+def test_an_adapter_of_the_projection_is_computed_in_tiles(options: Any) -> None:
+    models, technique = [], TiledLoss(tile_budget_mib=SOME_ROWS)
+    for callbacks in ([], [technique]):
         torch.manual_seed(5)
-        model = Step(tie_word_embeddings=False)
-        state = trained(model, adapter(), *callbacks)
-        models.append(
-            {name: value for name, value in state.items() if "lora_" in name or "modules_to" in name}
-        )
-        if callbacks:
-            assert callbacks[0].outcome().numbers["losses"] == 6
-            assert not callbacks[0].outcome().numbers["whole"]
+        state = trained(Step(tie_word_embeddings=False), PeftAdapter(**options), *callbacks)
+        models.append({key: value for key, value in state.items() if "lora_" in key or "modules_to" in key})
+    numbers = technique.outcome().numbers
+    assert (numbers["losses"], numbers["whole"]) == (6, {})
     torch.testing.assert_close(models[1], models[0], rtol=1e-9, atol=1e-12)
     assert any("head" in name for name in models[0])
 
@@ -404,14 +399,8 @@ def test_it_reports_and_restores() -> None:
     assert list(model.state_dict()) == keys
     outcome = technique.outcome()
     assert outcome.effective
-    assert outcome.numbers == {
-        "head": "net.head",
-        "losses": 6,
-        "tile_rows": 8,
-        "rows": 10,
-        "bytes_not_held": 10 * V * 8,
-        "whole": {},
-    }
+    sizes = {"tile_rows": 8, "rows": 10, "bytes_not_held": 10 * V * 8}
+    assert outcome.numbers == {"head": "net.head", "losses": 6, "whole": {}, **sizes}
 
 
 def test_what_reads_whole_logits_is_named() -> None:
