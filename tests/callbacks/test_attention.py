@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from transformers import masking_utils as masks
+from transformers.models.llama import modeling_llama
 from typing_extensions import override
 
 from lightning_eff.callbacks._packed_attention import (
@@ -23,7 +25,6 @@ from lightning_eff.callbacks._packed_attention import (
     why_not_varlen,
 )
 from lightning_eff.callbacks.attention import Attention, checked_backends
-from lightning_eff.core.compiled_call import CompiledCall
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.prediction.predict import predict
 from tests.support.attending import Attending
@@ -48,7 +49,7 @@ def test_only_the_chosen_backend_is_enabled_and_flags_and_functions_are_restored
 def test_a_call_that_only_math_accepts_is_rejected_before_the_first_step() -> None:
     net, attend = Attending(dropout_p=0.1), F.scaled_dot_product_attention
     before = net.layer.weight.detach().clone()
-    with pytest.raises(ConflictError, match=r"\(dropout(.|\n)*backend=None"):
+    with pytest.raises(ConflictError, match="dropout"):
         run(net, Attention(backend=["cudnn", "flash"]))
     assert torch.equal(net.layer.weight, before)
     assert F.scaled_dot_product_attention is attend
@@ -79,19 +80,9 @@ def test_unknown_backends_and_those_of_another_device_are_rejected(backend: Any)
         run(Attending(), Attention(backend=backend))
 
 
-class OwnSoftmax(Attending):
-    """Computes its scores itself."""
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.layer(torch.ones(1, 2, 8, 4))
-        return ((x @ x.mT).softmax(-1) @ x).mean()
-
-
-@pytest.mark.parametrize(("backend", "net"), [(None, Attending), ("flash", OwnSoftmax)])
-def test_nothing_chosen_or_no_call_is_no_effect(backend: Any, net: type[Attending]) -> None:
+def test_without_a_chosen_backend_it_has_no_effect() -> None:
     with pytest.warns(NoEffectWarning):
-        run(net(), Attention(backend=backend))
+        run(Attending(), Attention())
 
 
 def by_document(
@@ -114,7 +105,6 @@ def by_document(
 
 
 def hf_model(kind: str, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = getattr(transformers, f"{kind}Config")(vocab_size=50, num_hidden_layers=2, **sizes, **options)
     torch.manual_seed(0)
@@ -130,8 +120,7 @@ BATCHES: dict[str, dict[str, Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("kind", "batch"), [*(("Llama", batch) for batch in BATCHES), ("Mistral", "packed")])
 def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, batch: str) -> None:
     options = {"sliding_window": 3} if kind == "Mistral" else {}
     ids = torch.randint(50, (2, 10), generator=torch.Generator().manual_seed(1))
@@ -155,41 +144,13 @@ def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, ba
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_call_that_is_not_checked_has_the_remedy_as_a_note(is_compiled: bool) -> None:
-    """Of a later batch, or traced by the compiler."""
-
-    class Later(Attending):
-        @override
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.options = {"dropout_p": 0.1 * (is_compiled or len(self.flags) > 0)}
-            return super().training_step(batch, batch_idx)
-
-    net = Later()
-    if is_compiled:
-        net.training_step = CompiledCall(net.training_step, {})
-    with pytest.raises(Exception, match=r"No available kernel") as found:
-        run(net, Attention(backend="flash"))
-    assert "try: Attention(backend=None)" in found.value.__notes__[-1]
-    assert len(net.flags) == 2 or is_compiled
-
-
-@pytest.mark.parametrize(
-    ("backend", "options", "reason"),
-    [
-        ("efficient", {"dropout_p": 0.1}, ""),
-        ("cudnn", {}, "not half precision"),
-        ("flash", {"attn_mask": torch.ones(8, 8).bool()}, "mask"),
-    ],
-)
-def test_a_prediction_for_a_gpu_applies_its_rules(backend: str, options: dict[str, Any], reason: str) -> None:
-    trainer = make_trainer(callbacks=[Attention(backend=backend)], max_steps=2)
-    found = predict(Attending(**options), torch.zeros(1), trainer=trainer, capability=90)
-    if reason:
-        assert isinstance(found.error, ConflictError)
-        assert reason in str(found.error)
-    else:
-        assert [row.backend for row in found.attention] == [backend]
+def test_a_prediction_for_a_gpu_applies_its_rules() -> None:
+    trainer = make_trainer(callbacks=[Attention(backend="cudnn")], max_steps=2)
+    found = predict(Attending(), torch.zeros(1), trainer=trainer, capability=90)
+    assert isinstance(found.error, ConflictError)
+    trainer = make_trainer(callbacks=[Attention(backend="efficient")], max_steps=2)
+    found = predict(Attending(dropout_p=0.1), torch.zeros(1), trainer=trainer, capability=90)
+    assert [row.backend for row in found.attention] == ["efficient"]
 
 
 def test_documents_are_found_once_a_batch_and_again_where_positions_change() -> None:
@@ -201,58 +162,33 @@ def test_documents_are_found_once_a_batch_and_again_where_positions_change() -> 
     reference = weakref.ref(positions)
     del positions
     assert reference() is None
-    # The positions of one row are those of batches of any size.
+    # One row of positions serves a batch of any size.
     found = [packed.documents_of(PACKED[:1], num_rows) for num_rows in (1, 2)]
     assert [each.starts[-1].item() for each in found if each is not None] == [10, 20]
 
 
-def test_a_mask_that_is_more_than_documents_and_a_window_is_found() -> None:
-    masks = pytest.importorskip("transformers.masking_utils")
-    documents = PackedAttention().documents_of(PACKED, 2)
-    assert documents is not None
-
-    def late(function: Any) -> LateMask:
-        sizes = {"batch_size": 2, "q_length": 10, "kv_length": 10}
-        packed = masks.packed_sequence_mask_function(masks.find_packed_sequence_indices(PACKED))
-        return LateMask(**sizes, mask_function=masks.and_masks(function, packed), use_vmap=True)
-
-    assert late(masks.causal_mask_function).is_of(documents, (-1, 0))
-    assert late(masks.sliding_window_causal_mask_function(3)).is_of(documents, (2, 0))
-    assert not late(masks.sliding_window_causal_mask_function(3)).is_of(documents, (-1, 0))
-    assert late(masks.bidirectional_mask_function).is_of(documents, (-1, -1))
-    assert not late(masks.bidirectional_mask_function).is_of(documents, (-1, 0))
-
-
-def attend(packed: PackedAttention, mask: Any, positions: Tensor, value_size: int = 4) -> None:
-    query, value = torch.ones(2, 1, 10, 4), torch.ones(2, 1, 10, value_size)
-    packed(nn.Identity(), query, query, value, mask, position_ids=positions)
-
-
 def test_a_window_of_the_mask_alone_is_found_in_the_first_document_that_is_longer() -> None:
-    masks = pytest.importorskip("transformers.masking_utils")
-    packed = PackedAttention(by_document)
+    packed, x = PackedAttention(by_document), torch.ones(2, 1, 10, 4)
 
-    def mask(positions: Tensor) -> LateMask:
+    def attend(positions: Tensor) -> None:
         documents = masks.packed_sequence_mask_function(masks.find_packed_sequence_indices(positions))
         window = masks.and_masks(masks.sliding_window_causal_mask_function(4), documents)
-        return LateMask(batch_size=2, q_length=10, kv_length=10, mask_function=window)
+        mask = LateMask(batch_size=2, q_length=10, kv_length=10, mask_function=window)
+        packed(nn.Identity(), x, x, x, mask, position_ids=positions)
 
     short = torch.tensor([0, 1, 2, 3, 0, 1, 2, 0, 1, 2]).repeat(2, 1)
-    attend(packed, mask(short), short)
+    attend(short)
     for row in (0, 1):  # neither the batch nor the row of the longest document is the first
         longer = short.clone()
         longer[row] = torch.tensor([*range(8), 0, 1])
-        with pytest.raises(ConflictError, match="a custom mask"):
-            attend(packed, mask(longer), longer)
-    with pytest.raises(ConflictError, match="head size 4 and value size 2"):
-        attend(packed, mask(short), short, value_size=2)
+        with pytest.raises(ConflictError):
+            attend(longer)
 
 
 @pytest.mark.parametrize("kind", ["or_mask_function", "block_sequence_ids"])
 def test_a_mask_that_depends_on_the_batch_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where images are seen whole: in the second row alone, and not in every batch."""
     model, packed = hf_model("Llama"), PackedAttention(by_document)
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     image = torch.full((2, 10), -1)
     image[1, :3] = 0
 
@@ -260,8 +196,8 @@ def test_a_mask_that_depends_on_the_batch_is_made(kind: str, monkeypatch: pytest
         return (image[row, query] == 0) & (image[row, key] == 0)
 
     more = {kind: is_image if kind == "or_mask_function" else image}
-    make = llama.create_causal_mask
-    monkeypatch.setattr(llama, "create_causal_mask", lambda **given: make(**given | more))
+    make = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: make(**given | more))
     inputs = {"input_ids": torch.arange(20).view(2, 10), "position_ids": PACKED, "use_cache": False}
     expected = model(**inputs).logits
     with switched(model, NAME, packed):
@@ -282,7 +218,6 @@ def test_operands_are_cast_as_autocast_would() -> None:
 
 
 def test_only_what_is_sdpa_is_switched_and_all_is_restored() -> None:
-    transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = transformers.CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
     config = transformers.LlavaConfig(
@@ -298,16 +233,6 @@ def test_only_what_is_sdpa_is_switched_and_all_is_restored() -> None:
     with switched(model, NAME, PackedAttention(by_document)):
         assert used() == [NAME, "eager", NAME]
     assert used() == ["sdpa", "eager", "sdpa"]
-
-
-def test_a_model_of_another_attention_is_left_alone_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    model = hf_model("Llama")
-    model.set_attn_implementation("eager")
-    on_cuda = SimpleNamespace(device=torch.device("cuda"), config=model.config, _supports_flex_attn=True)
-    callback = Attention()
-    callback._pack(on_cuda, torch.float32, is_compiled=False)
-    assert callback._how == "dense"
 
 
 def test_a_model_that_does_not_pack_is_left_as_it_was() -> None:
@@ -346,7 +271,7 @@ class Packed(Attending):
     ("changes", "rejected"),
     [
         ({}, ""),
-        ({"use_cache": None}, r"a cache(.|\n)*model\.config\.use_cache = False"),
+        ({"use_cache": None}, "a cache"),
         ({"use_cache": None, "is_inner": True}, "a cache"),
         ({"attention_mask": torch.ones(2, 10, dtype=torch.long)}, "an attention_mask"),
         ({"attention_mask": torch.ones(2, 1, 10, 10).bool().tril()}, ""),
@@ -367,7 +292,7 @@ def test_what_the_kernel_lacks_is_rejected_with_the_remedy() -> None:
     model = hf_model("Llama", attention_dropout=0.1).train()
     with (
         switched(model, NAME, PackedAttention(by_document)),
-        pytest.raises(ConflictError, match=r"LlamaAttention has dropout(.|\n)*packing=.dense"),
+        pytest.raises(ConflictError, match="packing="),
     ):
         model(input_ids=torch.zeros(2, 10, dtype=torch.long), position_ids=PACKED)
 

@@ -29,12 +29,11 @@ from lightning_eff.core.shards import full_tensor
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.prediction.predict import predict
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Layer, make_trainer, seeded
 from tests.support.prediction import assert_predicted_is_measured
-from tests.support.ranks import results_of_two_ranks
+from tests.support.ranks import is_equal, results_of_two_ranks
 
 NUM_SAMPLES, BATCH, STEPS, LR = 33, 11, 3, 0.5
 
@@ -155,11 +154,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(value).detach().clone() for name, value in model.named_parameters()}
 
 
-SIZES = [1, 4, 10]
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", [Pairs, Labelled, Sigmoid])
+@pytest.mark.parametrize(("kind", "size"), [(Pairs, 1), (Pairs, 10), (Labelled, 4), (Sigmoid, 4)])
 def test_steps_are_those_of_the_full_batch(kind: type[Pairs], size: int) -> None:
     contrastive = Contrastive(micro_batch_size=size)
     model = trained(kind, WHOLE, contrastive)
@@ -167,12 +162,11 @@ def test_steps_are_those_of_the_full_batch(kind: type[Pairs], size: int) -> None
     calls = 2 if kind is Sigmoid else 1
     # Once for each micro-batch, although each is computed twice.
     assert float(model.count) == len(WHOLE) * -(-BATCH // size) * calls
-    assert contrastive.outcome().did == f"micro-batches of {size}; 3 batches split"
+    assert contrastive.outcome().numbers["batches_split"] == 3
     assert not {"embed", "log", "log_dict"} & vars(model).keys()
 
 
-BESIDE: dict[str, Callable[[], pl.Callback]] = {
-    "full": GradientCheckpointing,
+OTHERS: dict[str, Callable[[], pl.Callback]] = {
     "selective": lambda: GradientCheckpointing(policy="selective"),
     "compiled": lambda: TorchCompile(backend="aot_eager"),
     "in backward": lambda: OptimizerChoice(optimizer=functools.partial(InBackward, lr=LR)),
@@ -181,43 +175,39 @@ BESIDE: dict[str, Callable[[], pl.Callback]] = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled")) for name in OTHERS]
+)
 @pytest.mark.filterwarnings("ignore:GradientAccumulation")
-def test_with_another_technique_steps_are_those_of_that_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_another_technique_steps_are_those_of_that_alone(name: str) -> None:
     # Alone, windows are rejected for this loss; Lightning's own are not.
     alone = {"accumulate_grad_batches": 2} if name == "window" else {}
     rows = WHOLE[:2]
-    plain = trained(Pairs, rows, *([] if alone else [BESIDE[name]()]), keywords=alone)
-    model = trained(Pairs, rows, Contrastive(micro_batch_size=4), BESIDE[name]())
+    plain = trained(Pairs, rows, *([] if alone else [OTHERS[name]()]), keywords=alone)
+    model = trained(Pairs, rows, Contrastive(micro_batch_size=4), OTHERS[name]())
     assert_close(weights(model), weights(plain), 1e-12)
     assert not torch.equal(model.temperature, torch.ones(1).double())
 
 
 def test_clips_and_scales_once() -> None:
     """A float16 scaler: the gradient has the same error as plain autocast has, and is clipped like that."""
-    found = dict[str, Tensor]()
-    for name, callbacks in {"plain": [], "contrastive": [Contrastive(micro_batch_size=2)]}.items():
-        model = seeded(Pairs)
-        keywords: dict[str, Any] = {"callbacks": callbacks, "gradient_clip_val": 0.05}
-        plugin = AutoPrecision(precision="16-mixed")
-        make_trainer(max_steps=1, plugins=[plugin], **keywords).fit(model, loader(WHOLE, torch.float32))
-        found[name] = torch.cat(
-            [
-                (p - q).detach().flatten()
-                for p, q in zip(model.parameters(), seeded(Pairs).parameters(), strict=True)
-            ]
-        )
-    assert float(found["contrastive"].norm()) == pytest.approx(0.05 * LR, rel=1e-3)
-    torch.testing.assert_close(found["contrastive"], found["plain"], rtol=0.02, atol=2e-5)
+    found = list[Tensor]()
+    for callbacks in ([], [Contrastive(micro_batch_size=2)]):
+        model, start = seeded(Pairs), seeded(Pairs)
+        plugins = [AutoPrecision(precision="16-mixed")]
+        trainer = make_trainer(max_steps=1, plugins=plugins, callbacks=callbacks, gradient_clip_val=0.05)
+        trainer.fit(model, loader(WHOLE, torch.float32))
+        moved = [p - q for p, q in zip(model.parameters(), start.parameters(), strict=True)]
+        found.append(torch.cat([each.detach().flatten() for each in moved]))
+    assert float(found[1].norm()) == pytest.approx(0.05 * LR, rel=1e-3)
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=2e-5)
 
 
 class Noisy(Pairs):
-    """Augments by torch's, NumPy's and Python's random numbers; spectral norm keeps a vector as a buffer."""
+    """Augments by random numbers of torch, NumPy and Python; spectral norm keeps a vector as a buffer."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
         torch.nn.utils.spectral_norm(self.first)
 
     def embed(self, batch: Any) -> dict[str, Tensor]:
@@ -226,26 +216,17 @@ class Noisy(Pairs):
 
 
 def test_random_numbers_and_buffers_are_those_of_the_first_time() -> None:
-    models = list[Pairs]()
-    for is_plain in (True, False):
-        model = seeded(Noisy, dropout=0.5).double()
-        random.seed(1)
-        np.random.seed(1)
-        if not is_plain:
-            trainer = make_trainer(max_steps=1, callbacks=[Contrastive(micro_batch_size=4)])
-            trainer.fit(model, loader(WHOLE))
-        else:
-            (batch, *_), optimizer = list(loader(WHOLE)), model.configure_optimizers()
-            parts = [model.embed([x[i : i + 4] for x in batch]) for i in (0, 4, 8)]
-            joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-            model.similarity_loss(joined).backward()
-            optimizer.step()
-        models.append(model)
-        assert random.random() == 0.2550690257394217  # the fourth number after this seed
-    plain, ours = (dict(model.state_dict()) for model in models)
-    assert plain.keys() == ours.keys()
-    for key, value in plain.items():
-        torch.testing.assert_close(ours[key], value, rtol=1e-14, atol=1e-14, msg=key)
+    plain, ours = seeded(Noisy).double(), seeded(Noisy).double()
+    random.seed(1), np.random.seed(1), torch.manual_seed(2)
+    (batch, *_), optimizer = list(loader(WHOLE)), plain.configure_optimizers()
+    parts = [plain.embed([x[i : i + 4] for x in batch]) for i in (0, 4, 8)]
+    plain.similarity_loss({key: torch.cat([part[key] for part in parts]) for key in parts[0]}).backward()
+    optimizer.step()
+    random.seed(1), np.random.seed(1), torch.manual_seed(2)
+    trainer = make_trainer(max_steps=1, callbacks=[Contrastive(micro_batch_size=4)])
+    trainer.fit(ours, loader(WHOLE))
+    assert random.random() == 0.2550690257394217  # the fourth number after this seed
+    assert_close(dict(ours.state_dict()), dict(plain.state_dict()), 1e-14)
 
 
 class Logging(Pairs):
@@ -301,21 +282,18 @@ def test_out_of_memory_halves_and_equals_that_size_from_the_start(window: int, t
     auto = Contrastive()
     for callback in (auto, Contrastive(micro_batch_size=2)):
         models.append(trained(Small, WHOLE, callback, keywords=keywords, dropout=0.3))
-    assert auto.outcome().did == "micro-batches of 2; 3 batches split; out of memory: 11 -> 5 -> 2"
-    for key, value in models[0].state_dict().items():
-        assert torch.equal(value, models[1].state_dict()[key]), key
-    resumed = Contrastive()
+    assert [row[:2] for row in auto.outcome().numbers["out_of_memory"]] == [[11, 5], [5, 2]]
+    assert is_equal(models[0].state_dict(), models[1].state_dict())
     trainer = make_trainer(callbacks=[auto], max_steps=1)
     trainer.fit(seeded(Small).double(), loader(WHOLE))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    last, data = tmp_path / "last.ckpt", loader(WHOLE)
-    trainer = make_trainer(callbacks=[resumed], max_steps=2)
-    trainer.fit(seeded(Small).double(), data, ckpt_path=last, weights_only=True)
-    assert resumed.outcome().did == "micro-batches of 2; 1 batch split"
+    trainer = make_trainer(callbacks=[resumed := Contrastive()], max_steps=2)
+    trainer.fit(seeded(Small).double(), loader(WHOLE), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert resumed.outcome().numbers == {"micro_batch_size": 2, "batches_split": 1, "out_of_memory": []}
 
 
 class Wide(Pairs):
-    """Wide activations, eight numbers of each tower, and a loss whose memory is that of the embeddings."""
+    """Wide activations, eight numbers of each tower, and a loss that holds no more than the embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,10 +307,8 @@ class Wide(Pairs):
     def similarity_loss(self, embeddings: dict[str, Tensor]) -> Tensor:
         centered = embeddings["one"] - embeddings["one"].mean(0)
         covariance = centered.T @ centered / len(centered) - torch.eye(8)
-        return (
-            covariance.square().sum()
-            + (centered - embeddings["two"]).square().mean() * self.temperature.sum()
-        )
+        apart = (centered - embeddings["two"]).square().mean() * self.temperature.sum()
+        return covariance.square().sum() + apart
 
 
 def wide_loader(batch_size: int) -> DataLoader[Any]:
@@ -342,41 +318,21 @@ def wide_loader(batch_size: int) -> DataLoader[Any]:
 
 def test_peak_grows_by_batch_and_embeddings_alone(tmp_path: Path) -> None:
     peaks = list[int]()
-    for batch_size in (64, 1024):
+    for batch_size in (64, 256):
         report = EfficiencyReport(dirpath=str(tmp_path / str(batch_size)))
         callbacks = [Contrastive(micro_batch_size=16), report]
         make_trainer(callbacks=callbacks, max_steps=2).fit(seeded(Wide), wide_loader(batch_size))
         peaks.append(report.report["memory"]["num_bytes"])
     # In float32 a sample and its embeddings, and for each micro-batch the buffer that it changes.
-    assert peaks[1] - peaks[0] == (1024 - 64) * 4 * (11 + 16) + (1024 - 64) // 16 * 4
+    assert peaks[1] - peaks[0] == (256 - 64) * 4 * (11 + 16) + (256 - 64) // 16 * 4
 
 
-PLANNED: dict[str, Callable[[], dict[str, Any]]] = {
-    "fixed": lambda: {"callbacks": [Contrastive(micro_batch_size=4)]},
-    "auto": lambda: {"callbacks": [Contrastive()]},
-    "window": lambda: {"callbacks": [Contrastive(micro_batch_size=4)], "accumulate_grad_batches": 2},
-    "bf16": lambda: {
-        "callbacks": [Contrastive(micro_batch_size=4), GradientCheckpointing()],
-        "plugins": [AutoPrecision(precision="bf16-mixed")],
-    },
-}
+def test_plan_predicts_the_peak_to_the_byte(tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        callbacks = [Contrastive(micro_batch_size=4), GradientCheckpointing()]
+        return {"callbacks": callbacks, "plugins": [AutoPrecision(precision="bf16-mixed")]}
 
-
-@pytest.mark.filterwarnings("ignore:Contrastive had no effect")
-@pytest.mark.parametrize("name", PLANNED)
-def test_plan_predicts_the_peak_to_the_byte(name: str, tmp_path: Path) -> None:
-    assert_predicted_is_measured(Wide, PLANNED[name], tmp_path, wide_loader(11))
-
-
-def test_plan_runs_few_of_many_micro_batches(tmp_path: Path) -> None:
-    many, report = wide_loader(44), EfficiencyReport(dirpath=str(tmp_path))
-    plan = make_trainer(callbacks=[Contrastive(micro_batch_size=1)], max_steps=2)
-    found = predict(Wide, next(iter(many)), trainer=plan, num_batches=2)
-    assert found.peak is not None
-    assert "only 32 micro-batches of a batch are run" in found.assumed[-1]
-    make_trainer(callbacks=[Contrastive(micro_batch_size=1), report], max_steps=2).fit(seeded(Wide), many)
-    # Each of the others has a copy of the buffer that counts.
-    assert report.report["memory"]["num_bytes"] - found.peak.num_bytes == (44 - 32) * 4
+    assert_predicted_is_measured(Wide, options, tmp_path, wide_loader(11))
 
 
 class NotCalled(Pairs):
@@ -402,113 +358,30 @@ class InPlace(Pairs):
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "text"),
+    ("kind", "error"),
     [
-        (
-            NotCalled,
-            ConflictError,
-            r"training_step does not call self.embed\(batch\)\n  try: def training_step",
-        ),
-        (Compares, ConflictError, "compares the samples of its batch"),
-        (Pooled, ConfigError, r"embed returned a tensor of shape \[\]: expected tensors .* of 4 rows"),
-        (InPlace, RecomputationError, "embed: .* was modified by an inplace operation"),
+        (NotCalled, ConflictError),
+        (Compares, ConflictError),
+        (Pooled, ConfigError),
+        (InPlace, RecomputationError),
     ],
 )
-def test_what_would_train_another_objective_is_rejected(
-    kind: type[Pairs], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
+def test_what_would_train_another_objective_is_rejected(kind: type[Pairs], error: type[Exception]) -> None:
+    with pytest.raises(error, match="embed"):
         trained(kind, WHOLE, Contrastive(micro_batch_size=4))
 
 
-def test_a_module_without_the_method_is_rejected(net: Callable[..., pl.LightningModule]) -> None:
+def test_what_cannot_work_is_rejected_and_batches_that_fit_have_no_effect(
+    net: Callable[..., pl.LightningModule],
+) -> None:
     model = net()
     model.embed = nn.Linear(8, 8)
-    with pytest.raises(
-        ConfigError, match=r"(?s)Net: expected a module with the methods embed.*\n  try: def "
-    ):
+    with pytest.raises(ConfigError, match="embed"):
         make_trainer(callbacks=[Contrastive()]).fit(model, loader(WHOLE))
-
-
-class Positions(Pairs):
-    """Takes a table beside the samples, which has as many rows."""
-
-    num_rows = BATCH
-
-    def embed(self, batch: Any) -> dict[str, Tensor]:
-        (one, two), table = batch
-        return super().embed([one * table.sum(0), two])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        table = torch.linspace(-1, 1, self.num_rows * 6, dtype=torch.float64).view(-1, 6)
-        return self.similarity_loss(self.embed([batch[:2], table]))
-
-
-class Odd(Positions):
-    num_rows = 1
-
-
-def test_keep_names_what_every_micro_batch_gets_whole() -> None:
-    model = trained(Positions, WHOLE, Contrastive(micro_batch_size=4, keep=["1"]))
-    assert_close(weights(model), weights(reference(Positions, WHOLE)), 1e-12)
-    with pytest.raises(ConfigError, match=r"(?s)Contrastive\(keep=\['1'\]\)\n  try: Contrastive\(splitter="):
-        trained(Odd, WHOLE, Contrastive(micro_batch_size=4))
-
-
-@pytest.mark.filterwarnings("ignore:MicroBatch. training_step changes count")
-def test_is_the_remedy_where_micro_batches_are_rejected_and_not_beside_them() -> None:
-    with pytest.raises(ConflictError, match=r"try: Contrastive\(\) or .* for a loss that compares samples"):
-        trained(Pairs, WHOLE, MicroBatch(micro_batch_size=4))
-    with pytest.raises(ConflictError, match="callbacks/contrastive with callbacks/micro_batch: it splits"):
+    with pytest.raises(ConflictError, match="callbacks/contrastive with callbacks/micro_batch"):
         trained(Pairs, WHOLE, MicroBatch(micro_batch_size=4), Contrastive())
-
-
-def test_batches_that_fit_warn() -> None:
-    with pytest.warns(NoEffectWarning, match="no batch had more than 64 samples"):
+    with pytest.warns(NoEffectWarning):
         trained(Pairs, WHOLE, Contrastive(micro_batch_size=64))
-
-
-class HuggingFaces(pl.LightningModule):
-    """CLIP as Transformers has it, by its configuration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import CLIPConfig, CLIPModel
-
-        size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        text = size | {"vocab_size": 50, "max_position_embeddings": 8, "bos_token_id": 48, "eos_token_id": 49}
-        vision = size | {"image_size": 8, "patch_size": 4}
-        self.net = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
-
-    def embed(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        image = self.net.vision_model(pixel_values=batch["pixel_values"])[1]
-        text = self.net.text_model(input_ids=batch["input_ids"])[1]
-        return self.net.visual_projection(image), self.net.text_projection(text)
-
-    def similarity_loss(self, embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        image, text = (F.normalize(rows, dim=1) for rows in embeddings)
-        logits = image @ text.T * self.net.logit_scale.exp()
-        targets = torch.arange(len(logits))
-        return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.similarity_loss(self.embed(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-def test_a_model_of_hugging_faces_trains_as_without() -> None:
-    generator, trained_models = torch.Generator().manual_seed(1), list[pl.LightningModule]()
-    images = torch.randn(22, 3, 8, 8, generator=generator, dtype=torch.float64)
-    tokens = torch.randint(0, 48, (22, 8), generator=generator)
-    data: Any = [{"pixel_values": x, "input_ids": y} for x, y in zip(images, tokens, strict=True)]
-    for callbacks in ([], [Contrastive(micro_batch_size=3)]):
-        model = seeded(HuggingFaces).double()
-        make_trainer(callbacks=callbacks, max_steps=2).fit(model, DataLoader(data, batch_size=11))
-        trained_models.append(model)
-    plain, ours = (weights(model) for model in trained_models)
-    assert_close(ours, plain, 1e-12)
 
 
 # What rank 0 and rank 1 have of each batch
@@ -584,7 +457,7 @@ def test_two_ranks_have_the_gradient_of_their_batches_together(two_ranks: tuple[
     if group == "sharded":
         for result in results:
             for strategy in ("fsdp2", "zero3"):
-                assert "batches of [8, 3] samples; ranks that shard" in result[f"{strategy}, uneven"]
+                assert "batches of [8, 3] samples" in result[f"{strategy}, uneven"]
         return
     # Without gathering, each rank compares its own samples: the mean of two losses.
     model, dataset = seeded(Pairs).double(), samples()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
-    WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -63,7 +63,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Indices(Sampler[int]):
-    """Samplers of a user's own, as long as the data."""
+    """A user's samplers, as long as the data."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -86,13 +86,6 @@ class OwnGenerator(Indices):
         yield from ((index + shift) % NUM_SAMPLES for index in self.inner)
 
 
-class Sized(Stream):
-    """A stream that knows its length: Lightning does not fetch ahead."""
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-
 class Late(Indices):
     """A sampler without replacement that draws for each index."""
 
@@ -102,15 +95,8 @@ class Late(Indices):
             yield rest.pop(int(torch.randint(len(rest), ())))
 
 
-class LateLoader(DataLoader[Tensor]):
-    """A loader that begins a pass with its first batch."""
-
-    def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        yield from super().__iter__()
-
-
 class Noisy(Samples):
-    """Samples that draw from a generator of their own."""
+    """Samples that draw from the dataset's generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +118,7 @@ def fit(loader: Any, *callbacks: pl.Callback, ckpt: Path | None = None, **keywor
     validation = keywords.pop("validation", None)
     is_saving = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     settings = {"enable_checkpointing": is_saving, "num_sanity_val_steps": 0}
-    settings |= {"max_epochs": 3, "max_steps": -1}
+    settings |= {"max_epochs": 2, "max_steps": -1}
     trainer = make_trainer(callbacks=list(callbacks), **(settings | keywords))
     trainer.fit(model, loader, validation, ckpt_path=ckpt)
     return model
@@ -154,37 +140,28 @@ def shuffled(dataset: Any = None, **keywords: Any) -> DataLoader[Tensor]:
     )
 
 
-def noisy(samples: list[Tensor]) -> Tensor:
-    return torch.stack(samples) + torch.rand(())
-
-
 def own_generator() -> DataLoader[Tensor]:
     return shuffled(generator=torch.Generator().manual_seed(5))
 
 
-Case = tuple[Callable[[], Any], dict[str, Any]]
 VALIDATION = functools.partial(shuffled, Samples(4), shuffle=False)
-CASES: dict[str, Case] = {
+BY_STEPS = {"max_steps": 10, "max_epochs": -1}
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "plain": (shuffled, {}),
-    "in order": (functools.partial(shuffled, shuffle=False), {}),
+    "plain, by steps": (shuffled, BY_STEPS),
     "samples that draw": (lambda: shuffled(Samples(draws=True)), {}),
-    "workers": (functools.partial(shuffled, num_workers=2), {}),
-    "workers that draw": (lambda: shuffled(Samples(draws=True), num_workers=2), {}),
-    "collation that draws": (functools.partial(shuffled, num_workers=2, collate_fn=noisy), {}),
+    "workers that draw": (lambda: shuffled(Samples(draws=True), num_workers=2), BY_STEPS),
     "generator": (own_generator, {}),
-    "sampler with generators": (lambda: shuffled(shuffle=None, sampler=OwnGenerator()), {}),
-    "sampler": (functools.partial(shuffled, shuffle=None, sampler=Backwards()), {}),
-    "weighted": (lambda: shuffled(shuffle=None, sampler=WeightedRandomSampler([1.0, 2.0] * 6, 12)), {}),
+    "sampler with generators": (lambda: shuffled(shuffle=None, sampler=OwnGenerator()), BY_STEPS),
     "batch sampler": (
         lambda: DataLoader(Samples(), batch_sampler=BatchSampler(Backwards(), 2, drop_last=False)), {}
     ),
     "unbatched": (
         lambda: DataLoader(Samples(), batch_size=None, sampler=Backwards(), collate_fn=torch.atleast_2d), {}
     ),
-    "list of loaders": (lambda: [shuffled(), shuffled(Samples(8))], {}),
     "stream": (lambda: DataLoader(Stream(), batch_size=2), {}),
+    "stream, by steps": (lambda: DataLoader(Stream(), batch_size=2), BY_STEPS),
     "stream behind a loader": (lambda: [shuffled(), DataLoader(Stream(), batch_size=2)], {}),
-    "sized stream behind a loader": (lambda: [shuffled(), DataLoader(Sized(), batch_size=2)], {}),
     "stream, validation": (
         lambda: DataLoader(Stream(), batch_size=2), {"validation": VALIDATION, "val_check_interval": 2}
     ),
@@ -192,25 +169,22 @@ CASES: dict[str, Case] = {
         lambda: DataLoader(Stream(), batch_size=2), {"accumulate_grad_batches": 4, "limit_train_batches": 6}
     ),
     "list of loaders that draw": (
-        lambda: [shuffled(Samples(draws=True)), shuffled(Samples(8, draws=True))], {}
+        lambda: [shuffled(Samples(draws=True)), shuffled(Samples(8, draws=True))], BY_STEPS
     ),
     "sampler that draws twice": (twice_as_many, {}),
-    "sampler that draws twice, workers": (functools.partial(twice_as_many, num_workers=1), {}),
     "subset": (lambda: shuffled(Subset(Noisy(), range(10))), {}),
     "stateful": (lambda: StatefulDataLoader(Samples(), batch_size=2, shuffle=True), {}),
-    "validation": (shuffled, {"validation": VALIDATION}),
     "validation in the epoch": (shuffled, {"validation": VALIDATION, "val_check_interval": 2}),
     "accumulation": (shuffled, {"accumulate_grad_batches": 4}),
     "part of an epoch": (shuffled, {"limit_train_batches": 4}),
     "loaders made early": (shuffled, {"asks_for_steps": True}),
 }  # fmt: skip
-SLOW = ("workers", "workers that draw", "collation that draws", "sampler that draws twice, workers")
-LIMITS = {"epochs": {"max_epochs": 3}, "steps": {"max_steps": 16, "max_epochs": -1}}
 
 
-def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any]) -> list[bool]:
-    """Return for each checkpoint but the last whether the run resumed from it ends with the same weights."""
-    techniques = keywords.pop("techniques", list)
+def bit_equal_points(
+    make: Callable[[], Any], tmp_path: Path, keywords: dict[str, Any], techniques: Callable[[], Any] = list
+) -> list[bool]:
+    """Resume from each checkpoint but the last: does the run end with the same weights?"""
     made = {key: value() if key == "validation" else value for key, value in keywords.items()}
     whole = fit(make(), ExactResume(), *techniques(), save_in(tmp_path), **made)
     results: list[bool] = []
@@ -223,37 +197,30 @@ def bit_equal_points(make: Callable[[], Any], tmp_path: Path, keywords: dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"),
-    [  # quick: each case with one of the limits, in turn
-        pytest.param(name, limit, marks=[pytest.mark.slow] if name in SLOW or (index + place) % 2 else [])
-        for index, name in enumerate(CASES)
-        for place, limit in enumerate(LIMITS)
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "workers" in name else []) for name in CASES]
 )
-def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(
-    name: str, limit: str, tmp_path: Path
-) -> None:
+def test_every_resume_point_is_to_the_bit_the_run_that_was_not_stopped(name: str, tmp_path: Path) -> None:
     make, keywords = CASES[name]
-    points = bit_equal_points(make, tmp_path, keywords | LIMITS[limit])
-    assert len(points) >= 4
+    points = bit_equal_points(make, tmp_path, keywords)
+    assert len(points) >= 3
     assert all(points), points
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("plain", 2), ("generator", 8), ("list of loaders that draw", 6), ("stream", 8)]
+    ("name", "first"), [("generator", 2), ("list of loaders that draw", 6), ("stream", 8)]
 )
 def test_a_run_that_was_stopped_twice(name: str, first: int, tmp_path: Path) -> None:
     make, _ = CASES[name]
     whole = fit(make(), ExactResume(), save_in(tmp_path / "whole"))
     fit(make(), ExactResume(), save_in(tmp_path / "second"), ckpt=tmp_path / "whole" / f"step={first}.ckpt")
     second = checkpoints(tmp_path / "second")
-    assert len(second) == 18 - first
+    assert len(second) == 12 - first
     for step, path in enumerate(second, start=first + 1):
         assert_continues(fit(make(), ExactResume(), ckpt=path), whole, step)
 
 
 class ByEpoch(Indices):
-    """A sampler whose order depends on its epoch alone, which it keeps under a name of its own."""
+    """A sampler whose order depends on its epoch alone, in an attribute that is not called `epoch`."""
 
     number = 0
 
@@ -275,20 +242,9 @@ class BatchesByEpoch(BatchSampler):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(
-            torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
-            .view(-1, 2)
-            .tolist()
-        )
-
-
-class StreamByEpoch(IterableDataset[Tensor]):
-    epoch = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for index in torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch)):
-            yield torch.stack([index.float(), torch.zeros(())])
+    def __iter__(self) -> Iterator[Any]:  # of tensors, as for datasets that take many indices at once
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).view(-1, 2))
 
 
 def distributed(**keywords: Any) -> DataLoader[Tensor]:
@@ -301,14 +257,12 @@ def inside_a_batch_sampler() -> DataLoader[Tensor]:
 
 
 BY_EPOCH: dict[str, Callable[[], Any]] = {
-    "no workers": functools.partial(distributed, batch_size=2),
     "a worker": functools.partial(distributed, batch_size=2, num_workers=1),
     "persistent": functools.partial(distributed, batch_size=2, num_workers=1, persistent_workers=True),
     "unbatched": functools.partial(distributed, batch_size=None, collate_fn=torch.atleast_2d),
     "inside a batch sampler": inside_a_batch_sampler,
     "own": lambda: DataLoader(Samples(), sampler=ByEpoch(), batch_size=2, num_workers=1),
     "own batches": lambda: DataLoader(Samples(), batch_sampler=BatchesByEpoch(), num_workers=1),
-    "stream": lambda: DataLoader(StreamByEpoch(), batch_size=2, num_workers=1),
 }
 
 
@@ -321,8 +275,6 @@ def test_an_order_that_depends_on_the_epoch_continues_with_the_next(name: str, t
 
         def set_epoch(trainer: pl.Trainer, _: pl.LightningModule) -> None:
             torch.rand(())  # as a hook that augments or resamples
-            if isinstance(loader.dataset, StreamByEpoch):
-                loader.dataset.epoch = trainer.current_epoch
             if isinstance(loader.batch_sampler, BatchesByEpoch):
                 loader.batch_sampler.epoch = trainer.current_epoch
 
@@ -332,14 +284,14 @@ def test_an_order_that_depends_on_the_epoch_continues_with_the_next(name: str, t
     whole = run(ExactResume(), save_in(tmp_path))
     assert whole.seen == plain.seen
     assert whole.seen[:6] != whole.seen[6:12]
-    for step in (6, 12, 9) if name != "stream" else (6, 12):
+    for step in (6, 9):
         resumed = run(ExactResume(), ckpt=tmp_path / f"step={step}.ckpt")
         assert resumed.seen == whole.seen[step:]
         assert torch.equal(resumed.layer.weight, whole.layer.weight) or name == "persistent"
 
 
 class Counting(Indices):
-    """Samplers whose order depends on a state of their own, which nothing saves."""
+    """A sampler whose order depends on a counter that nothing saves."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -347,14 +299,6 @@ class Counting(Indices):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         yield from torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist()
-
-
-class OldNumPy(Indices):
-    def __init__(self) -> None:
-        self.random = np.random.RandomState(4)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self.random.permutation(NUM_SAMPLES)  # NumPy's numbers
 
 
 class Seeded(ByEpoch):
@@ -370,66 +314,23 @@ class Seeded(ByEpoch):
         yield from torch.randperm(NUM_SAMPLES, generator=generator).tolist()
 
 
-class Shards(BatchSampler):
-    """A batch sampler of tensors, as for datasets that take many indices at once."""
-
-    seeds = itertools.count()
-
-    def __init__(self) -> None:
-        super().__init__(range(NUM_SAMPLES), 2, drop_last=False)
-        self.order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(next(self.seeds)))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.order.view(-1, 2))
-
-
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("make", "exact"),
-    [
-        (Counting, (3, 6)),
-        (OldNumPy, (3, 6)),
-        (Seeded, ()),
-        (Backwards, (3, 6, 9, 12)),
-        (ByEpoch, (3, 6, 9, 12)),
-    ],
+    ("make", "exact"), [(Counting, (3, 6)), (Seeded, ()), (Backwards, (3, 6, 9)), (ByEpoch, (3, 6, 9))]
 )
-def test_the_order_is_vouched_for_only_where_hashes_prove_it(
+def test_the_order_counts_as_saved_only_where_hashes_prove_it(
     make: Any, exact: tuple[int, ...], num_workers: int, tmp_path: Path
 ) -> None:
-    whole = fit(
-        shuffled(shuffle=None, sampler=make(), num_workers=num_workers), ExactResume(), save_in(tmp_path)
-    )
-    for step in (3, 6, 9, 12):
+    def loader() -> DataLoader[Tensor]:
+        return shuffled(shuffle=None, sampler=make(), num_workers=num_workers)
+
+    whole = fit(loader(), ExactResume(), save_in(tmp_path))
+    for step in (3, 6, 9):
         resume = ExactResume()
-        loader = shuffled(shuffle=None, sampler=make(), num_workers=num_workers)
-        resumed = fit(loader, resume, ckpt=tmp_path / f"step={step}.ckpt")
+        resumed = fit(loader(), resume, ckpt=tmp_path / f"step={step}.ckpt")
         assert (resumed.seen == whole.seen[step:]) is (step in exact)
-        said = (
-            "order and random states as saved" if step in exact else "not exact: the sampler does not repeat"
-        )
+        said = "order and random states as saved" if step in exact else "not exact: the sampler"
         assert said in resume.outcome().did, step
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: DataLoader(Samples(), batch_sampler=Shards()), "not exact: the sampler does not repeat"),
-        (lambda: distributed(batch_size=2), "order and random states as saved"),
-        (lambda: DataLoader(Stream(), batch_size=2), "random states as saved, order not checked"),
-        (lambda: StatefulDataLoader(Samples(), batch_size=2), "random states as saved, order not checked"),
-        (
-            lambda: [shuffled(), DataLoader(Stream(), batch_size=2)],
-            "random states as saved, order not checked",
-        ),
-    ],
-)
-@pytest.mark.parametrize("step", [4, 6])
-def test_a_loader_without_indices_is_not_vouched_for(make: Any, said: str, step: int, tmp_path: Path) -> None:
-    fit(make(), ExactResume(), save_in(tmp_path), max_epochs=2)
-    resume = ExactResume()
-    fit(make(), resume, ckpt=tmp_path / f"step={step}.ckpt", max_epochs=2)
-    assert f"resumed at step {step}: {said}" in resume.outcome().did
 
 
 class TwoParts(Dropping):
@@ -445,46 +346,34 @@ class TwoParts(Dropping):
 
 
 class Switches(pl.Callback):
-    """Trains the backbone in the first epoch only, or in the second only, and with dropout in the first."""
-
-    def __init__(self, *, thaws: bool) -> None:
-        self.thaws = thaws
+    """Freezes the backbone after the first epoch, and switches its dropout off."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        pl_module.backbone.requires_grad_((trainer.current_epoch > 0) is self.thaws)
+        pl_module.backbone.requires_grad_(trainer.current_epoch == 0)
         pl_module.backbone.train(trainer.current_epoch == 0)
 
 
-@pytest.mark.parametrize("in_validation", [False, True])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "in_validation"),
     [
-        lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1),
-        lambda: Switches(thaws=True),
-        lambda: Switches(thaws=False),
+        (lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.1), False),
+        (Switches, False),
+        (Switches, True),
     ],
 )
 def test_what_is_frozen_and_what_evaluates_comes_back(make: Any, in_validation: bool, tmp_path: Path) -> None:
     def run(*callbacks: pl.Callback, ckpt: Path | None = None) -> TwoParts:
         pl.seed_everything(3, verbose=False)
         model = TwoParts()
-        keywords = {
-            "max_epochs": 3,
-            "max_steps": -1,
-            "enable_checkpointing": ckpt is None,
-            "val_check_interval": 2,
-        }
-        trainer = make_trainer(callbacks=[*callbacks, make()], num_sanity_val_steps=0, **keywords)
+        keywords = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2, "num_sanity_val_steps": 0}
+        is_saving = {"enable_checkpointing": ckpt is None}
+        trainer = make_trainer(callbacks=[*callbacks, make()], **keywords, **is_saving)
         trainer.fit(model, shuffled(), VALIDATION() if in_validation else None, ckpt_path=ckpt)
         return model
 
-    saver = (
-        ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1)
-        if in_validation
-        else save_in(tmp_path)
-    )
-    whole = run(ExactResume(), saver)
-    for step in (4, 6, 8, 10, 12):  # the flags change after 6
+    after_validation = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1)
+    whole = run(ExactResume(), after_validation if in_validation else save_in(tmp_path))
+    for step in (4, 6, 8):  # the flags change after 6
         resumed = run(ExactResume(), ckpt=tmp_path / f"step={step}.ckpt")
         assert all(map(torch.equal, whole.parameters(), resumed.parameters())), step
 
@@ -497,20 +386,11 @@ class Keeps(pl.Callback):
 
 
 def test_callbacks_whose_state_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
-    fit(
-        shuffled(),
-        ExactResume(),
-        save_in(tmp_path),
-        pl.callbacks.EarlyStopping("loss", strict=False),
-        max_epochs=1,
-    )
-    dids: list[str] = []
-    for added in ([], [Keeps()], [save_in(tmp_path / "other")]):
+    fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
+    for added, is_named in ((Keeps(), True), (save_in(tmp_path / "other"), False)):
         resume = ExactResume()
-        fit(shuffled(), resume, *added, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
-        dids.append(resume.outcome().did)
-    assert "no saved state of Keeps" in dids[1]
-    assert all("no saved state" not in did for did in (dids[0], dids[2]))
+        fit(shuffled(), resume, added, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
+        assert ("no saved state of" in resume.outcome().did) is is_named
 
 
 @pytest.mark.parametrize("first", [4, 6])
@@ -529,37 +409,35 @@ def test_a_run_that_fails_before_its_first_batch_saves_the_position_that_it_was_
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (functools.partial(shuffled, shuffle=None, sampler=Late()), "the sampler draws random numbers"),
-        (lambda: LateLoader(Samples(), batch_size=2, shuffle=True), "the loader begins a pass with"),
-        (lambda: DataLoader(Stream(draws=True), batch_size=2), "samples without indices draw random numbers"),
+        (lambda: distributed(batch_size=2), "order and random states as saved"),
+        (lambda: DataLoader(Stream(), batch_size=2), "random states as saved, order not checked"),
+        (lambda: StatefulDataLoader(Samples(), batch_size=2), "random states as saved, order not checked"),
+        (lambda: DataLoader(Stream(draws=True), batch_size=2), "not exact: samples without indices draw"),
+        (lambda: shuffled(shuffle=None, sampler=Late()), "not exact: the sampler draws random numbers"),
         pytest.param(
-            functools.partial(shuffled, num_workers=1, persistent_workers=True),
-            "persistent workers do not keep",
+            lambda: shuffled(num_workers=1, persistent_workers=True),
+            "not exact: persistent workers",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_run_that_cannot_be_repeated_is_not_called_exact(
-    make: Callable[[], Any], said: str, tmp_path: Path
-) -> None:
+def test_it_reports_what_it_checked(make: Callable[[], Any], said: str, tmp_path: Path) -> None:
     fit(make(), ExactResume(), save_in(tmp_path), max_epochs=1)
     resume = ExactResume()
     fit(make(), resume, ckpt=tmp_path / "step=3.ckpt", max_epochs=1)
-    assert f"not exact: {said}" in resume.outcome().did
+    assert f"resumed at step 3: {said}" in resume.outcome().did
 
 
 def numbers(batches: Any) -> list[list[float]]:
     return [[*batch[:, 0].tolist(), float(torch.rand(()))] for batch in batches]
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "order"), [(0, 1), (0, -1), pytest.param(2, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_workers", "order"), [(0, -1), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_with_data_preload_and_micro_batches(num_workers: int, order: int, tmp_path: Path) -> None:
     def techniques() -> list[pl.Callback]:
         return [DataPreload(num_workers=num_workers), MicroBatch(micro_batch_size=1)][::order]
 
-    points = bit_equal_points(shuffled, tmp_path, {"techniques": techniques})
+    points = bit_equal_points(shuffled, tmp_path, {}, techniques)
     assert all(points), points
 
 
@@ -594,17 +472,17 @@ def test_workers_keep_the_batches_that_are_loaded_again(monkeypatch: pytest.Monk
 
 
 def test_loaders_that_are_made_again_each_epoch_are_exact_only_within_it(tmp_path: Path) -> None:
-    keywords = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
-    whole = fit(shuffled(), ExactResume(), save_in(tmp_path), **keywords)
+    whole = fit(shuffled(), ExactResume(), save_in(tmp_path), reload_dataloaders_every_n_epochs=1)
     resume = ExactResume()
-    assert fit(shuffled(), resume, ckpt=tmp_path / "step=8.ckpt", **keywords).seen == whole.seen[8:]
+    resumed = fit(shuffled(), resume, ckpt=tmp_path / "step=8.ckpt", reload_dataloaders_every_n_epochs=1)
+    assert resumed.seen == whole.seen[8:]
     assert "order and random states as saved" in resume.outcome().did
-    fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", **keywords)
-    assert "not exact: loaders that are created again" in resume.outcome().did
+    fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", reload_dataloaders_every_n_epochs=1)
+    assert "not exact: loaders that are made anew" in resume.outcome().did
 
 
 @pytest.mark.parametrize("make", [lambda: shuffled(Samples(14)), functools.partial(shuffled, batch_size=3)])
-def test_changed_data_is_refused_in_the_middle_of_an_epoch(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_changed_data_is_rejected_in_the_middle_of_an_epoch(make: Callable[[], Any], tmp_path: Path) -> None:
     fit(shuffled(), ExactResume(), save_in(tmp_path), max_epochs=1)
     middle = tmp_path / "step=4.ckpt"
     with pytest.raises(ConfigError, match="changed_data"):
@@ -649,16 +527,13 @@ def test_nothing_is_left_on_the_loader() -> None:
 
 
 def test_all_generators_come_back_and_so_does_the_second_number_of_a_pair() -> None:
-    import random
-
     random.gauss(0, 1), np.random.randn()
     own, other = torch.Generator().manual_seed(4), np.random.default_rng(5)
     generators = {"own": own, "other": other}
 
     def draw() -> list[float]:
-        python, numpy = random.gauss(0, 1), float(np.random.randn())
-        drawn = [python, numpy, random.random(), other.random(), float(torch.rand(()))]
-        return [*drawn, float(torch.rand((), generator=own))]
+        drawn = [random.gauss(0, 1), float(np.random.randn()), random.random(), other.random()]
+        return [*drawn, float(torch.rand(())), float(torch.rand((), generator=own))]
 
     states = random_states.capture(generators=generators)
     first = draw()
@@ -666,12 +541,7 @@ def test_all_generators_come_back_and_so_does_the_second_number_of_a_pair() -> N
     assert draw() == first
 
 
-def passes(loader: Any, count: int) -> list[list[float]]:
-    return numbers(itertools.chain.from_iterable(loader for _ in range(count)))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("num_batches", [0, 1, 5, 6])
+@pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 0), (0, 1), (0, 6), (2, 5)])
 def test_a_loader_of_a_custom_loop(num_workers: int, num_batches: int) -> None:
     torch.manual_seed(0)
     loader = resumable(shuffled(num_workers=num_workers))
@@ -682,7 +552,7 @@ def test_a_loader_of_a_custom_loop(num_workers: int, num_batches: int) -> None:
     torch.manual_seed(1)
     other = resumable(shuffled(num_workers=num_workers))
     other.load_state_dict(state)
-    assert passes(other, 2) == rest
+    assert numbers(other) + numbers(other) == rest
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -731,44 +601,37 @@ def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> N
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_run_that_is_stopped_saves_its_position(error: type[BaseException], tmp_path: Path) -> None:
-    class Stops(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 4:
-                raise error
+    def stop(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise error
 
-    whole = fit(shuffled(), ExactResume(), max_epochs=2)
+    whole = fit(shuffled(), ExactResume())
     saving = ModelCheckpoint(dirpath=tmp_path, save_on_exception=True, every_n_epochs=9)
     with pytest.raises((error, SystemExit)):
-        fit(shuffled(), ExactResume(), saving, Stops(), max_epochs=2)
+        fit(shuffled(), ExactResume(), saving, LambdaCallback(on_train_batch_end=stop))
     (path,) = tmp_path.glob("*.ckpt")
     resume = ExactResume()
-    assert_continues(fit(shuffled(), resume, ckpt=path, max_epochs=2), whole, 4)
+    assert_continues(fit(shuffled(), resume, ckpt=path), whole, 4)
     assert "order and random states as saved" in resume.outcome().did
 
 
 @pytest.mark.parametrize(
-    ("hook", "keywords", "said"),
+    ("hook", "window", "said"),
     [
-        ("on_train_batch_start", {}, "saved within a step, which is repeated"),
-        ("on_train_batch_end", {"accumulate_grad_batches": 2}, "saved within an accumulation window"),
+        ("on_train_batch_start", 1, "saved within a step, which is repeated"),
+        ("on_train_batch_end", 2, "saved within an accumulation window"),
     ],
 )
-def test_a_save_that_cannot_be_repeated_says_so(
-    hook: str, keywords: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    class Saves(pl.Callback):
-        pass
-
-    def save(self: Any, trainer: pl.Trainer, *arguments: Any) -> None:
+def test_a_save_that_cannot_be_repeated_says_so(hook: str, window: int, said: str, tmp_path: Path) -> None:
+    def save(trainer: pl.Trainer, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 3:
             trainer.save_checkpoint(tmp_path / "odd.ckpt")
 
-    setattr(Saves, hook, save)
-    whole = fit(shuffled(), ExactResume(), Saves(), max_epochs=1, **keywords)
+    keywords: dict[str, Any] = {"accumulate_grad_batches": window, "max_epochs": 1}
+    whole = fit(shuffled(), ExactResume(), LambdaCallback(**{hook: save}), **keywords)
     resume = ExactResume()
-    resumed = fit(shuffled(), resume, ckpt=tmp_path / "odd.ckpt", max_epochs=1, **keywords)
-    assert resumed.seen == whole.seen[-len(resumed.seen) :]
-    assert len(resumed.seen) == (4 if hook == "on_train_batch_start" else 3)
+    resumed = fit(shuffled(), resume, ckpt=tmp_path / "odd.ckpt", **keywords)
+    assert resumed.seen == whole.seen[-(4 if hook == "on_train_batch_start" else 3) :]
     assert f"not exact: {said}" in resume.outcome().did
 
 
@@ -779,20 +642,3 @@ def test_a_damaged_position_is_an_error_of_the_checkpoint() -> None:
     for damaged in ([3], [{}], [content | {"loaders": [{}]}], [content | {"x": 1}]):
         with pytest.raises(CheckpointError, match="damaged"):
             from_checkpoint(damaged)
-
-
-def test_a_second_save_in_an_epoch_that_other_ranks_began_is_not_called_exact() -> None:
-    def saved_after_two(run: ResumableRun) -> RankPosition:
-        loader = wrap(observe(shuffled(), run), run)
-        iterator = iter(loader)
-        next(iterator), next(iterator)
-        return from_checkpoint(of_all_ranks(run.position()))[0]
-
-    two, alone = ResumableRun(num_ranks=2), ResumableRun()
-    first = saved_after_two(two)
-    first.loaders[0].order = "distributed"
-    alone.resume([first, first])
-    second = saved_after_two(alone)
-    assert first.notes == []
-    note = "saved in an epoch begun on another number of ranks: its other batches are unknown"
-    assert second.notes == [note]

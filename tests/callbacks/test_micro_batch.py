@@ -30,7 +30,6 @@ from tests.support.language import assert_same_training, language_model, loader,
 from tests.support.models import Net, fit, make_trainer, seeded
 from tests.support.ranks import is_equal
 
-PHASES = ("forward", "backward")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.ConflictWarning"),
     pytest.mark.usefixtures("frozen_heap"),
@@ -47,8 +46,7 @@ def trained(callback: Any, fault: Fault | None = None, **keywords: Any) -> dict[
     return final_state(*train(callback, fault, **keywords))
 
 
-@pytest.mark.parametrize("at", [0, 2, 3, 4, 11])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "at"), [("forward", 4), ("backward", 0), ("backward", 11)])
 def test_running_out_in_any_step_leaves_no_trace(phase: str, at: int) -> None:
     """At any of a step's three micro-batches; then as if that step had begun with the size it came to."""
     auto = MicroBatch()
@@ -60,7 +58,7 @@ def test_running_out_in_any_step_leaves_no_trace(phase: str, at: int) -> None:
     assert is_equal(ours, trained(ScriptedMicroBatch(4, 2, at // 3)))
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", [0, 3])
 def test_running_out_in_the_update_leaves_no_trace(at: int) -> None:
     """Half of the parameters were updated; the micro-batches are not to blame and keep their size."""
     fault = Fault("update", at=at)
@@ -69,10 +67,9 @@ def test_running_out_in_the_update_leaves_no_trace(at: int) -> None:
     assert is_equal(ours, trained(MicroBatch()))
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 6])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(("phase", "at"), [("forward", 6), ("backward", 1), ("backward", 3)])
 def test_a_window_of_several_batches_is_computed_again(phase: str, at: int) -> None:
-    """Two batches a step, four micro-batches; those of the first batch are run again and logged once."""
+    """Two batches a step, four micro-batches; the first batch's are run again and logged once."""
     callbacks = [GradientAccumulation(global_batch_size=2 * BATCH), auto := MicroBatch()]
     auto.load_state_dict({"micro_batch_size": 6})
     fault = Fault(phase, at=at)
@@ -89,13 +86,7 @@ def test_a_window_of_several_batches_is_computed_again(phase: str, at: int) -> N
 
 @pytest.mark.parametrize(
     ("size", "weighted", "clip"),
-    [
-        (1, True, 0.05),
-        (3, True, None),
-        (3, False, 0.05),
-        (4, False, None),
-        ("auto", True, 0.05),
-    ],
+    [(1, True, 0.05), (4, False, None), ("auto", True, 0.05)],
 )
 def test_the_step_is_that_of_the_full_batch(size: Any, weighted: bool, clip: float | None) -> None:
     """T1. Batches of ten and a last one of six; mean of means is off by 1e-2 here."""
@@ -117,35 +108,9 @@ def test_windows_of_cut_batches_are_exact_too(weighted: bool, clip: float | None
     assert_same_training(model, train_reference(weighted, 6, clip, 50, 13), clip)
 
 
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
-def test_an_optimizer_that_needs_its_closure_several_times_gets_it() -> None:
-    class Twice(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            assert closure is not None
-            closure()
-            loss = closure()
-            super().step()
-            return loss
-
-    class Model(StatefulModel):
-        def configure_optimizers(self) -> Any:
-            return Twice(self.parameters(), lr=0.1)
-
-    counts, weights = [], []
-    for callbacks in ([], [MicroBatch()], [MicroBatch(micro_batch_size=4)]):
-        model = stateful_model()
-        model.__class__ = Model
-        trainer = fit(model, *callbacks, loader=data(), max_steps=4)
-        counts.append(model.count)
-        weights.append([*model.parameters()])
-        assert "step" not in vars(trainer.optimizers[0])
-    assert counts == [8, 8, 24]
-    torch.testing.assert_close(weights[1], weights[0])
-
-
 def test_an_update_that_fails_twice_changes_no_parameter() -> None:
     model = stateful_model(Fault("update", at=2, times=2))
-    with pytest.raises(torch.OutOfMemoryError, match="micro_batch_size does not change that"):
+    with pytest.raises(torch.OutOfMemoryError, match="micro_batch_size"):
         fit(model, MicroBatch(), loader=data(), max_steps=9)
     other, _ = train(MicroBatch(), max_steps=1)  # the fault is met twice in an update
     assert is_equal(list(model.parameters()), list(other.parameters()))
@@ -176,7 +141,7 @@ def test_an_unsplittable_batch_runs_unchanged_while_it_fits() -> None:
     model = Opens()
     fit(model, MicroBatch(), loader=loader, max_steps=2)
     assert model.count == 2
-    with pytest.raises(torch.OutOfMemoryError, match="so it was not halved: pass a splitter"):
+    with pytest.raises(torch.OutOfMemoryError, match="splitter"):
         fit(Opens(Fault("forward", at=0)), MicroBatch(), loader=loader)
 
 
@@ -194,12 +159,9 @@ def test_a_failed_attempt_frees_its_memory() -> None:
 
     def live() -> int:
         gc.collect()
-        tensors = [
-            each
-            for each in gc.get_objects()
-            if type(each) in (Tensor, nn.Parameter) and each.layout == torch.strided
-        ]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
     def count(trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:  # each count visits every object of the process
@@ -215,11 +177,10 @@ def test_a_failed_attempt_frees_its_memory() -> None:
     assert figures[0] == figures[1]
 
 
-def test_a_last_sample_and_a_fixed_size_are_raised_with_what_would_help() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="a micro-batch of one sample does not fit"):
-        train(MicroBatch(), Fault("forward", limit=0))
-    with pytest.raises(torch.OutOfMemoryError, match="micro_batch_size=auto would halve"):
-        train(MicroBatch(micro_batch_size=4), Fault("forward", limit=3))
+def test_a_last_sample_and_a_fixed_size_run_out_of_memory() -> None:
+    for callback, limit in ((MicroBatch(), 0), (MicroBatch(micro_batch_size=4), 3)):
+        with pytest.raises(torch.OutOfMemoryError, match=r"micro-batch of one sample|micro_batch_size=auto"):
+            train(callback, Fault("forward", limit=limit))
 
 
 def test_the_size_is_resumed_from_the_checkpoint(tmp_path: Any) -> None:
@@ -248,7 +209,7 @@ def test_find_takes_no_frozen_parameter_of_the_optimizer_for_a_change_of_the_ste
     assert auto.current_size == 4
 
 
-@pytest.mark.parametrize("limit", [1, 5, 12])
+@pytest.mark.parametrize("limit", [5, 12])
 def test_find_gives_the_largest_and_leaves_no_trace(limit: int, tmp_path: Any) -> None:
     auto = MicroBatch(find=True)
     fault = Fault("backward", limit=limit)
@@ -276,7 +237,7 @@ def test_a_search_in_the_middle_of_a_run_leaves_no_trace() -> None:
 def test_find_fails_if_not_one_sample_fits_and_the_trainer_is_as_it_was() -> None:
     trainer = make_trainer(callbacks=[MicroBatch(find=True)])
     before = trainer.fit_loop.epoch_loop.automatic_optimization
-    with pytest.raises(MemoryError, match="not even a micro-batch of one sample fits"):
+    with pytest.raises(MemoryError):
         trainer.fit(stateful_model(Fault("forward", limit=0)), data())
     assert trainer.fit_loop.epoch_loop.automatic_optimization is before
     assert "step" not in vars(trainer.optimizers[0]) or "atomic" not in repr(trainer.optimizers[0].step)
@@ -310,14 +271,14 @@ def test_a_splitter_splits() -> None:
     train(auto, Fault("forward", limit=4), max_steps=3)
     assert auto.current_size == 3
     uncounted = MicroBatch(micro_batch_size=4, splitter=lambda batch, size: [Opaque(batch), Opaque(batch)])
-    with pytest.raises(ValueError, match="the samples cannot be counted"):
+    with pytest.raises(ValueError, match="counted"):
         fit(Opens(), uncounted, loader=data(), max_steps=1)
 
 
-def test_batch_norms_are_warned_of_and_a_search_needs_a_run() -> None:
-    with pytest.warns(ConflictWarning, match="statistics are computed per micro-batch"):
+def test_batch_norms_warn_and_a_search_needs_a_run() -> None:
+    with pytest.warns(ConflictWarning, match="batch norms"):
         train(MicroBatch(), max_steps=1)
-    with pytest.raises(ConfigError, match="to be called during training"):
+    with pytest.raises(ConfigError):
         MicroBatch().search()
 
 
@@ -329,8 +290,7 @@ class ClassWeights(Net):
         return losses.sum() / len(losses)
 
 
-@pytest.mark.parametrize("size", [1, 3, "auto"])
-def test_class_weights_that_are_kept_leave_the_step_of_the_full_batch(size: Any) -> None:
+def test_class_weights_that_are_kept_leave_the_step_of_the_full_batch() -> None:
     """T1; with weights that were cut, of three samples the last classes would have none."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 8, generator=generator, dtype=torch.float64)
@@ -342,9 +302,9 @@ def test_class_weights_that_are_kept_leave_the_step_of_the_full_batch(size: Any)
         fit(model, *callbacks, loader=DataLoader([batch], batch_size=None), max_steps=50)
         return model
 
-    callback = MicroBatch(micro_batch_size=size, keep=["classes"])
+    callback = MicroBatch(micro_batch_size=3, keep=["classes"])
     ours, plain = trained(callback), trained()
-    assert callback.outcome().effective == (size != "auto")
+    assert callback.outcome().effective
     torch.testing.assert_close([*ours.parameters()], [*plain.parameters()], rtol=1e-9, atol=1e-11)
     with pytest.raises(ConfigError, match="keep='class'"):
-        trained(MicroBatch(micro_batch_size=size, keep="class"))
+        trained(MicroBatch(micro_batch_size=3, keep="class"))

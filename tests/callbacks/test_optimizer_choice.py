@@ -1,4 +1,4 @@
-"""OptimizerChoice and the function behind it: groups, fused, schedules by optimizer step, refusals."""
+"""OptimizerChoice and the function behind it: groups, fused, schedules by optimizer step, rejections."""
 
 from __future__ import annotations
 
@@ -44,35 +44,27 @@ def test_the_modules_own_method_comes_back(net: Callable[..., Net]) -> None:
     choice = OptimizerChoice(optimizer=ADAMW)
     trainer = fit(model, choice, max_steps=1)
     assert isinstance(trainer.optimizers[0], torch.optim.AdamW)
-    did, numbers = choice.outcome().did, choice.outcome().numbers
-    assert "AdamW (fused) over 6 tensors in 2 groups; state 1.8 KiB on cpu, 8.11 bytes per parameter" in did
+    assert "AdamW (fused) over 6 tensors in 2 groups" in choice.outcome().did
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert numbers["state_bytes"] == {"cpu": 8 * num_parameters + 6 * 4}
+    assert choice.outcome().numbers["state_bytes"] == {"cpu": 8 * num_parameters + 6 * 4}
     assert isinstance(model.configure_optimizers(), torch.optim.SGD)
     assert "load_checkpoint" not in trainer.strategy.checkpoint_io.__dict__
 
 
-def test_a_rate_of_zero_is_said_unless_a_schedule_raises_it(net: Callable[..., Net]) -> None:
+def test_a_rate_of_zero_warns_unless_a_schedule_raises_it(net: Callable[..., Net]) -> None:
     adamw = functools.partial(torch.optim.AdamW, lr=1e-400)  # 0 as a number
-    with pytest.warns(NoEffectWarning, match="the learning rate is 0"):
+    with pytest.warns(NoEffectWarning):
         fit(net(), OptimizerChoice(optimizer=adamw), max_steps=1)
     warmup = functools.partial(WarmupDecay, warmup_steps=2)
     fit(net(), OptimizerChoice(optimizer=adamw, scheduler=warmup), max_steps=1)
 
 
-def test_a_schedule_steps_once_an_optimizer_step_and_is_told_their_number(net: Callable[..., Net]) -> None:
+def test_a_schedule_steps_once_an_optimizer_step_and_knows_their_number(net: Callable[..., Net]) -> None:
     choice = OptimizerChoice(optimizer=ADAMW, scheduler=functools.partial(WarmupDecay, warmup_steps=2))
     trainer = fit(net(), choice, accumulate_grad_batches=2, max_steps=6)
     schedule: Any = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.total_steps == schedule.last_epoch == 6
     assert "lr 0.005 at the start, 0.001 at the end" in choice.outcome().did
-
-
-def test_manual_optimization_is_refused(net: Callable[..., Net]) -> None:
-    model = net()
-    model.automatic_optimization = False
-    with pytest.raises(ConfigError, match="uses manual optimization, so its optimizer cannot be replaced"):
-        OptimizerChoice(optimizer=ADAMW).replace(model)
 
 
 def averaged(num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,8 +140,8 @@ def test_gradients_are_freed_at_the_end_of_each_step_and_not_inside_a_window(
         assert counts == held[choose, accumulate]
 
 
-@pytest.mark.parametrize("how", ["module", "callback", "lambda", "epoch end"])
-def test_gradients_stay_where_something_may_look_at_them(net: Callable[..., Net], how: str) -> None:
+@pytest.mark.parametrize("how", ["module", "callback", "epoch end"])
+def test_gradients_stay_where_something_may_read_them(how: str) -> None:
     seen: list[bool] = []
 
     def look(trainer: Any, module: Any, *_: Any) -> None:
@@ -164,25 +156,12 @@ def test_gradients_stay_where_something_may_look_at_them(net: Callable[..., Net]
         def on_train_epoch_end(self) -> None:
             look(None, self)
 
-    reader = type("Reader", (pl.Callback,), {"on_train_batch_end": lambda _, *given: look(*given)})
-    callbacks: list[Any] = [choice := OptimizerChoice(optimizer=ADAMW)]
-    callbacks += [reader()] if how == "callback" else []
-    callbacks += [LambdaCallback(on_train_batch_end=look)] if how == "lambda" else []
-    model = {"module": Reads, "epoch end": AtTheEnd}.get(how, Net)()
-    fit(model, *callbacks, max_epochs=1)
+    choice = OptimizerChoice(optimizer=ADAMW)
+    readers = [LambdaCallback(on_train_batch_end=look)] if how == "callback" else []
+    fit({"module": Reads, "epoch end": AtTheEnd}.get(how, Net)(), choice, *readers, max_epochs=1)
     assert seen
     assert all(seen)
     assert "may read them" in choice.outcome().did
-
-
-def test_a_validation_of_its_own_changes_no_weight(net: Callable[..., Net], tmp_path: Path) -> None:
-    model = net()
-    trainer = make_trainer(callbacks=[OptimizerChoice(optimizer=FREE)], max_steps=5)
-    trainer.fit(model, make_loader(), make_loader(8))
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    before = model.first.weight.detach().clone()
-    trainer.validate(model, make_loader(8), verbose=False, ckpt_path=tmp_path / "end.ckpt")
-    assert torch.equal(model.first.weight.detach(), before)
 
 
 def test_a_layer_that_is_trained_later_is_trained_as_by_the_modules_own_optimizer() -> None:
@@ -208,10 +187,10 @@ def test_a_layer_that_is_trained_later_is_trained_as_by_the_modules_own_optimize
     "ignore:CpuOffload does nothing here", "ignore:optimizer/cpu_offload with device cpu"
 )
 @pytest.mark.parametrize("kind", [InBackward, CpuOffload])
-def test_what_adamw_has_saved_it_goes_on_with_and_the_other_way_round(
+def test_it_resumes_from_the_state_of_adamw_and_the_other_way_round(
     kind: Any, net: Callable[..., Net], tmp_path: Path
 ) -> None:
-    kinds = [ADAMW, functools.partial(kind, weight_decay=0.5)]  # its rate is that of the checkpoint
+    kinds = [ADAMW, functools.partial(kind, weight_decay=0.5)]  # its rate comes from the checkpoint
     for first in kinds:
         path, losses = tmp_path / "2.ckpt", []
         fit(net(dropout=0.0), OptimizerChoice(optimizer=first), max_steps=2).save_checkpoint(path)
@@ -231,8 +210,12 @@ def test_a_factory_that_hides_its_class_is_tried(net: Callable[..., Net]) -> Non
     assert build(table, opaque[1]).outcome().numbers == {"hidden": 1, "rest": 1}
 
 
-def test_a_rate_finder_is_refused_because_its_rate_would_be_ignored(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConflictError, match="LearningRateFinder with callbacks/optimizer_choice"):
+def test_manual_optimization_and_a_rate_finder_are_rejected(net: Callable[..., Net]) -> None:
+    model = net()
+    model.automatic_optimization = False
+    with pytest.raises(ConfigError):
+        OptimizerChoice(optimizer=ADAMW).replace(model)
+    with pytest.raises(ConflictError):  # its rate would be ignored
         fit(net(), OptimizerChoice(optimizer=ADAMW), pl.callbacks.LearningRateFinder())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,23 +11,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
-from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.tiled_conv import TiledContainer, TiledConv, tile_convs
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
-from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.prediction.predict import predict_step
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
-from tests.support import benchmarks
 from tests.support.models import make_trainer
 from tests.support.prediction import assert_predicted_is_measured
 from tests.support.ranks import is_equal, results_of_two_ranks
@@ -68,19 +62,6 @@ class Images(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
-ALONGSIDE: dict[str, Callable[[], list[Any]]] = {
-    "nothing": list,
-    "recomputed": lambda: [GradientCheckpointing()],
-    "accumulated, in micro-batches": lambda: [
-        GradientAccumulation(global_batch_size=8),
-        MicroBatch(micro_batch_size=2),
-    ],
-    "in backward": lambda: [
-        OptimizerChoice(optimizer=functools.partial(InBackward, optimizer=torch.optim.SGD, lr=0.02))
-    ],
-}
-
-
 def loader_of_images(dtype: torch.dtype = torch.float64) -> DataLoader[Any]:
     torch.manual_seed(2)
     images = torch.randn(16, 1, 19, 19, dtype=dtype)
@@ -92,25 +73,25 @@ def train(model: pl.LightningModule, *callbacks: Any, num_steps: int = 10) -> No
     trainer.fit(model, loader_of_images())
 
 
-@pytest.mark.parametrize("name", list(ALONGSIDE))
-def test_a_run_is_the_plain_run_and_is_restored(name: str) -> None:
+@pytest.mark.parametrize("in_micro_batches", [False, True])
+def test_a_run_is_the_plain_run_and_is_restored(*, in_micro_batches: bool) -> None:
     models: list[Images] = []
     for tiled in (False, True):
         model, technique = Images(), TiledConv(**SMALL)
         parameters, keys = list(map(id, model.parameters())), list(model.state_dict())
-        techniques = [*ALONGSIDE[name](), *([technique] if tiled else [])]
-        train(model, *techniques, num_steps=50 if name == "nothing" else 10)
+        parts = [GradientAccumulation(global_batch_size=8), MicroBatch(micro_batch_size=2)]
+        techniques = [*(parts if in_micro_batches else []), *([technique] if tiled else [])]
+        train(model, *techniques, num_steps=10 if in_micro_batches else 50)
         assert (list(map(id, model.parameters())), list(model.state_dict())) == (parameters, keys)
         models.append(model)
         assert all("forward" not in vars(module) for module in model.modules())
-    outcome = technique.outcome()
-    assert set(outcome.numbers["segments"]) == {"levels.0.0-3", "levels.1.0-3"}
-    assert outcome.numbers["tiles"] > 4
-    assert 0 < outcome.numbers["halo"] <= 0.25
-    samples = 2 if name == "accumulated, in micro-batches" else 4
+    numbers = technique.outcome().numbers
+    assert set(numbers["segments"]) == {"levels.0.0-3", "levels.1.0-3"}
+    assert numbers["tiles"] > 4
+    assert 0 < numbers["halo"] <= 0.25
+    samples = 2 if in_micro_batches else 4
     kept = 3 * samples * 4 * 19 * 19 * 8  # between the four layers of a level, in float64
-    assert outcome.numbers["not_held_bytes"] == 2 * kept
-    assert f"{outcome.numbers['halo']:.0%} more pixels" in outcome.did
+    assert numbers["not_held_bytes"] == 2 * kept
     plain, ours = models
     assert plain.losses[0] != plain.losses[-1], "nothing was trained"
     assert ours.losses == pytest.approx(plain.losses, rel=1e-10)
@@ -141,33 +122,6 @@ def test_predicted_is_measured(tmp_path: Path) -> None:
     assert predicted == measured
 
 
-@pytest.mark.parametrize(("axes", "side"), [pytest.param(2, 512, marks=pytest.mark.slow), (3, 64)])
-def test_the_peak_of_a_unet_is_at_most_three_fifths_of_that_of_recomputed_levels(
-    axes: int, side: int
-) -> None:
-    script = benchmarks.script("tiled_conv")
-    batch, peaks = torch.empty(1, 1, *[side] * axes), list[int]()
-
-    def made(*, tiled: bool) -> nn.Module:
-        model = script["UNet"](axes)
-        if tiled:
-            tile_convs(model, tile_budget_mib=min(script["BUDGETS_MIB"]), min_pixels=1)
-        else:
-            recompute(model, blocks=script["LEVEL_NAMES"])
-        return model
-
-    for tiled in (False, True):
-        sgd = functools.partial(torch.optim.SGD, lr=0.1)
-        found = predict_step(
-            functools.partial(made, tiled=tiled), batch, lambda net, x: net(x).square().mean(), sgd
-        )
-        assert found.peak is not None, found.reason
-        assert found.peak.phase == "backward"
-        given = found.peak.by_category["parameters"] + found.peak.by_category["batch"]
-        peaks.append(found.peak.num_bytes - given)
-    assert peaks[1] <= 0.6 * peaks[0]
-
-
 def test_tiles_are_of_the_weights_and_settings_of_the_call() -> None:
     grads = []
     for tiled in (False, True):
@@ -190,11 +144,8 @@ def test_tiles_are_of_the_weights_and_settings_of_the_call() -> None:
 
 ENDS: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.InstanceNorm2d(4),
-    "group norm": lambda: nn.GroupNorm(2, 4),
     "transposed": lambda: nn.ConvTranspose2d(4, 4, 2, 2),
-    "upsampling": lambda: nn.Upsample(scale_factor=2),
     "reflected": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
-    "replicated": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="replicate"),
     "ceil_mode": lambda: nn.MaxPool2d(3, ceil_mode=True),
     "wide padding": lambda: nn.Conv2d(4, 4, 1, padding=1),
 }
@@ -239,15 +190,6 @@ def test_segments_are_not_in_tiles_where_that_would_hold_no_less() -> None:
         assert forward.segments == {}
 
 
-def test_a_chain_whose_halo_would_be_too_large_is_cut() -> None:
-    layers = [each for _ in range(6) for each in (nn.Conv2d(4, 4, 7, padding=3), nn.SiLU())]
-    model, x = nn.Sequential(*layers), torch.randn(1, 4, 64, 64, requires_grad=True)
-    (forward,) = tile_convs(model, tile_budget_mib=0.15, min_pixels=1).values()
-    torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))
-    assert len(forward.segments) > 1
-    assert all(segment.num_tiles > 1 and segment.halo <= 0.25 for segment in forward.segments.values())
-
-
 def test_a_containers_own_hooks_run_once_and_hooks_inside_end_a_segment() -> None:
     model, calls = nn.Sequential(level(1, 4), level(4, 4)), list[str]()
     model.register_forward_hook(lambda *_: calls.append("all"))
@@ -287,56 +229,19 @@ def test_a_layer_in_place_behind_one_that_makes_no_new_memory_is_not_in_tiles() 
     assert list(forward.segments) == ["2-6"]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_what_is_traced_or_differentiated_forwards_is_not_in_tiles() -> None:
-    """Tiles would be those of the traced size, and have no forward derivative."""
-    model = level(1, 4)
-    (forward,) = tile_convs(model, tile_budget_mib=0.01, min_pixels=1).values()
-    x = torch.randn(1, 1, 40, 40)
-    expected = nn.Sequential.forward(model, x)
-    torch.testing.assert_close(torch.vmap(model)(x[None])[0], expected)
-    torch.testing.assert_close(torch.func.jvp(model, (x,), (x,))[0], expected)
-    with torch.no_grad(), forward_ad.dual_level():
-        assert forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent is not None
-    assert forward.segments == {}
-    model(x)
-    assert list(forward.segments) == ["0-3"]
-
-
-def test_small_images_are_the_plain_run_to_the_bit_and_said_to_be() -> None:
+def test_small_images_are_the_plain_run_to_the_bit_and_have_no_effect() -> None:
     models = [Images(), Images()]
     train(models[0], num_steps=3)
     with pytest.warns(NoEffectWarning, match="min_pixels="):
         train(models[1], TiledConv(), num_steps=3)
     assert is_equal(*(list(model.state_dict().values()) for model in models))
-    with pytest.warns(NoEffectWarning, match="tile_budget_mib"):
-        train(Images(), TiledConv(min_pixels=1), num_steps=1)
-
-
-class Failing(Images):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            msg = "broken on purpose"
-            raise RuntimeError(msg)
-        return super().training_step(batch, batch_idx)
-
-
-def test_forwards_are_restored_after_a_failure_and_a_second_fit_works() -> None:
-    model, technique = Failing(), TiledConv(**SMALL)
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        train(model, technique)
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert "configure_model" not in vars(model)
-    train(Images(), technique, num_steps=2)
-    assert len(technique.outcome().numbers["segments"]) == 2
 
 
 def test_modules_that_are_named_must_be_containers() -> None:
-    with pytest.raises(ConfigError, match="modules='out'"):
-        tile_convs(Images(), modules="out")
-    with pytest.raises(ConfigError, match=r"modules=\[\]"):
-        tile_convs(Images(), modules=[])
-    with pytest.raises(ConfigError, match=r"callbacks.tiled_conv.modules='Sequentiel'.*did you mean"):
+    for modules in ("out", []):
+        with pytest.raises(ConfigError, match="modules="):
+            tile_convs(Images(), modules=modules)
+    with pytest.raises(ConfigError, match=r"callbacks\.tiled_conv\.modules='Sequentiel'"):
         train(Images(), TiledConv(modules="Sequentiel"))
     model = Images()
     assert list(tile_convs(model, modules="levels.1")) == ["levels.1"]
@@ -345,7 +250,7 @@ def test_modules_that_are_named_must_be_containers() -> None:
 
 @pytest.mark.parametrize("other", [GradientCheckpointing(policy="selective"), TorchCompile()])
 def test_what_keeps_or_unrolls_tiles_is_a_conflict(other: pl.Callback) -> None:
-    with pytest.raises(ConflictError, match="remove TiledConv"):
+    with pytest.raises(ConflictError):
         train(Images(), other, TiledConv())
 
 

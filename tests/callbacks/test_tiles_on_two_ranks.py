@@ -102,12 +102,12 @@ def main(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     for name, strategy in STRATEGIES.items():
-        for beside in ("", "recomputed", "adapted"):
+        for other in ("", "recomputed", "adapted"):
             mlps = TiledMLP(tile_budget_mib=BUDGET_MIB, min_tokens=1)
             loss = TiledLoss(head="head", tile_budget_mib=LOSS_BUDGET_MIB)
             callbacks: list[Any] = [mlps, loss, MicroBatch(micro_batch_size=2)]
-            callbacks += [GradientCheckpointing(blocks="Block")] if beside == "recomputed" else []
-            callbacks += [adapter(), Draws()] if beside == "adapted" else []
+            callbacks += [GradientCheckpointing(blocks="Block")] if other == "recomputed" else []
+            callbacks += [adapter(), Draws()] if other == "adapted" else []
             trainer = make_trainer(
                 callbacks=callbacks, strategy=strategy(), devices=2, use_distributed_sampler=False,
                 max_steps=STEPS,
@@ -115,7 +115,7 @@ def main(folder: str) -> dict[str, Any]:
             trainer.fit(built(), DataLoader(batches(rank), batch_size=None))  # pyright: ignore[reportArgumentType]
             weights = trainer.strategy.lightning_module_state_dict()
             numbers = {"mlps": mlps.outcome().numbers, "loss": loss.outcome().numbers}
-            results[f"{name} {beside}"] = (weights, numbers)
+            results[f"{name} {other}"] = (weights, numbers)
     return results
 
 

