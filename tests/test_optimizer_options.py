@@ -129,7 +129,6 @@ def test_trains_to_the_bit_like_the_librarys_own_loop_with_so_many_bytes_of_stat
     held = choice.outcome().numbers["state_bytes"]
     assert sum(held.values()) == sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
     assert choice.outcome().effective is (name != "cpu_offload"), "here the state is on the CPU anyway"
-    assert "on cpu" in choice.outcome().did
     if name in BYTES_PER_PARAMETER:
         matrices = [layer.linear.weight for layer in ours.blocks]
         picked = torch.optim.SGD(matrices)
