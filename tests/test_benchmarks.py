@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support import benchmarks
 
 FOLDER = benchmarks.FOLDER
@@ -89,15 +88,6 @@ def test_a_script_for_a_gpu_runs_its_smallest_sizes_on_a_cpu(name: str, tmp_path
     elif name == "layers":
         losses = [each["loss"] for case in found["loss"].values() for each in case.values()]
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_every_config_is_right_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    cases = run_gpu_script("kernels", tmp_path)["correctness"]
-    assert cases.keys() == {"gemm", "other calls", *map(str, CONFIGS)}
-    assert all(case["right"] and len(case) == 1 for case in cases.values())
 
 
 def test_what_is_kept_has_a_script_and_a_page_and_every_page_has_what_is_kept() -> None:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.support import gemm_problem
-from tests.support.gemm_problem import GRADIENTS, Case, Problem, error_of, run_library
+from tests.support.gemm_problem import Case, Problem, error_of
 from tests.support.techniques import ROOT
 
 CPU = torch.device("cpu")
@@ -49,33 +48,6 @@ def test_the_bound_lets_a_rounded_result_pass_and_sees_one_lost_term(dtype: torc
     assert problem.error(result(64)) <= 1.0
     assert problem.error(result(63)) > 1.0
     assert error_of(lambda each: each.d, problem) > 1.0, "a candidate that writes nothing"
-
-
-@pytest.mark.parametrize("kind", [*GRADIENTS, *GRADIENTS.values()])
-def test_everything_that_an_mlp_stores_is_compared(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_problem, "MAX_COPIES", 1)
-    case = Case(M=40, N=24, K=64, kind=kind)
-    problem, copy = Problem.draw(case, CPU).rotation()
-    stored = {"gated": 2, "activated": 2, "gated gradient": 3, "activated gradient": 2}
-    assert 1 + len(problem.stored_besides) == stored[kind]
-    assert error_of(run_library, copy, rounds_twice=True) <= 1.0
-    assert Problem.empty(case, CPU).shape() == copy.shape()
-    for number in range(stored[kind]):
-        results = [run_library(problem), *problem.stored_besides]
-        row = results[number][17]
-        row[row.abs().argmax()] *= 1.1
-        assert problem.error(results[0], rounds_twice=True) > 1.0
-    result = run_library(problem)
-    problem.stored_besides[-1][0, 0] = float("nan")
-    assert problem.error(result) == float("inf")
-
-
-def test_a_second_rounding_is_allowed_only_to_the_library() -> None:
-    problem = Problem.draw(Case(M=64, N=64, K=512), CPU)
-    a, b = problem.operands.a.double(), problem.operands.b.double()
-    halves = [(a[:, part] @ b[part]).bfloat16().double() for part in (slice(256), slice(256, None))]
-    result = (halves[0] + halves[1]).bfloat16()
-    assert problem.error(result, rounds_twice=True) <= 1.0 < problem.error(result)
 
 
 def raises(error: BaseException) -> dict[str, Any]:
@@ -117,31 +89,21 @@ def test_a_case_that_fails_loses_only_itself_and_one_that_ends_the_process_is_re
 def test_a_claim_is_judged_by_its_worst_value(script: Any) -> None:
     claims = script("claims")
     plain = {"kind": "plain", "library": {"ratio": 1.0}}
-    cases: dict[str, dict[str, Any]] = {
+    cases = {
         "planner": {"baseline": {"ratio": 0.99}, "compile": {"ratio": 1.03}, "8-bit": {"error": "no"}},
-        "correctness": {"a": {"right": 9, "x": {"wrong": "9 times"}}, "b": {"error": "no"}},
-        "gemm": {
-            claims.CUBE: plain | {"best": 0.96},
-            "other": plain | {"best": 0.8},
-            "failed": {"error": "no"},
-        },
+        "gemm": {claims.CUBE: plain | {"best": 0.96}, "other": plain | {"best": 0.8}},
     }
+    environment = {"device": "H200", "torch": "2.11.0"}
     call = {"command": "python benchmarks/gpu/gemm.py", "date": "2026-11-30T01:02:03+00:00"}
     contents = {
-        name: {"environment": {"device": "H200", "torch": "2.11.0"}, "calls": [call], "cases": each}
-        for name, each in cases.items()
+        name: {"environment": environment, "calls": [call], "cases": each} for name, each in cases.items()
     }
-    rows = {goal.what: goal.row(contents)[2:] for goal in claims.GOALS}
-    assert [row for row in rows.values() if row != ["-", "not measured"]] == [
-        ["0.99 to 1.03 (2)", "missed"],
-        ["2", "missed"],
-        ["0.96", "met"],
-        [f"{(0.96 * 0.8) ** 0.5:.3g}", "missed"],
-    ]
-    text = claims.summary(contents)
-    assert "device H200, torch 2.11.0" in text
-    assert "- FAILED correctness, a, x: 9 times" in text
-    assert "- FAILED planner, 8-bit: no" in text
+    rows = [goal.row(contents)[2:] for goal in claims.GOALS]
+    mean = f"{(0.96 * 0.8) ** 0.5:.3g}"
+    assert [row for row in rows if row != ["-", "not measured"]] == [
+        ["0.99 to 1.03 (2)", "missed"], ["0.96", "met"], [mean, "missed"],
+    ]  # fmt: skip
+    assert "- FAILED planner, 8-bit: no" in claims.summary(contents)
 
 
 @pytest.mark.slow

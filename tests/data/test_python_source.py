@@ -144,15 +144,3 @@ def test_too_few_files_and_a_text_shorter_than_a_window_are_rejected(
     assert [x.shape for x, _ in make(context_length=length).val_dataloader()] == [(1, length)]
     with pytest.raises(ValueError, match=f"context_length={length + 1}"):
         make(context_length=length + 1).val_dataloader()
-
-
-@pytest.mark.parametrize("how", ["flip", "half"])
-def test_a_damaged_file_of_the_cache_is_written_again(
-    make: Callable[..., PythonSource], tmp_path: Path, how: str
-) -> None:
-    expected = {split: tokens.tolist() for split, tokens in make().tokens.items()}
-    (file,) = (tmp_path / "cache").glob("*.pt")
-    content, middle = bytearray(file.read_bytes()), file.stat().st_size // 2
-    content[middle] ^= 1
-    file.write_bytes({"flip": content, "half": content[:middle]}[how])
-    assert {split: tokens.tolist() for split, tokens in make().tokens.items()} == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,12 +251,6 @@ def test_a_saved_dataset_is_known_by_its_content(prepare: Prepare, tmp_path: Pat
     assert rows_of(prepare(saved)) != first
 
 
-def test_python_help_needs_no_file(prepare: Prepare) -> None:
-    data = prepare("pydoc", context_length=4096)
-    words = data.tokenizer.decode(batches(data)[0]["input_ids"].flatten().tolist())
-    assert words.count(" the ") > 5
-
-
 def test_a_split_is_by_document(prepare: Prepare, folder: Path) -> None:
     data = prepare(folder, val_fraction=0.25, packing=False)
     train, val = ({row[0] for row in rows_of(data, split)} for split in ("train", "val"))
@@ -405,12 +398,3 @@ def test_a_file_that_cannot_be_used_is_rejected_by_name(
     with pytest.raises(ValueError, match=message) as raised:
         prepare(tmp_path / name)
     assert getattr(raised.value, "exit_code", None) == 2
-
-
-@pytest.mark.parametrize("package", ["transformers", "datasets"])
-def test_packages_that_are_missing_are_named(
-    prepare: Prepare, folder: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"{package}: pip install 'lightning-eff\[hf\]'"):
-        prepare(folder)

@@ -103,20 +103,6 @@ def test_logprobs_and_entropy(dtype: torch.dtype) -> None:
     assert_alike(tiled, whole, given)
 
 
-@pytest.mark.parametrize("num_classes", [1, 33])
-def test_any_number_of_classes(num_classes: int, dtype: torch.dtype) -> None:
-    given = {"x": torch.randn(5, 4, dtype=dtype), "weight": torch.randn(num_classes, 4, dtype=dtype)}
-    given = {name: each.requires_grad_() for name, each in given.items()}
-    given["target"] = torch.arange(num_classes - 1, num_classes - 6, -1).clamp(min=0)
-    if num_classes == 1:  # of which the loss and all gradients are 0
-        loss = linear_cross_entropy(**given)
-        assert not any(
-            each.any() for each in (loss, *torch.autograd.grad(loss, [given["x"], given["weight"]]))
-        )
-    else:
-        assert_alike(linear_cross_entropy, whole_logits.cross_entropy, given)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
 @pytest.mark.parametrize("where", [7, 39, slice(None)], ids=["a class", "the target", "a row"])
 def test_what_is_no_number_is_there_and_nowhere_else_as_in_torch(

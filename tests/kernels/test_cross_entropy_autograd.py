@@ -247,14 +247,3 @@ def test_rows_of_a_tile_on_a_gpu_follow_its_memory_whichever_source_states_it(na
             x = torch.empty(4096, 512, dtype=torch.bfloat16)
             assert tile_rows_of(x, 128256, None) == rows
             assert tile_rows_of(x, 128256, 512.0) == 1024, "an explicit budget decides"
-
-
-def test_rows_of_a_tile_on_a_cpu() -> None:
-    """16 MiB, an eighth of all, and 128 rows at least."""
-    for rows, classes, tile_rows in (
-        (64, 128000, 64),
-        (256, 1000, 128),
-        (4096, 1000, 512),
-        (4096, 128000, 128),
-    ):
-        assert tile_rows_of(torch.empty(rows, 64), classes, None) == tile_rows

@@ -93,17 +93,6 @@ def test_kernels_run_on_a_cpu_in_tritons_interpreter_only(monkeypatch: pytest.Mo
     assert devices.why_no_kernels(torch.device("cpu")) == ""
 
 
-def test_a_gpu_of_rocm_has_no_compute_capability_and_is_no_cpu(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu("AMD Instinct MI300X", 304, 192.0, capability=94, shared_memory_per_block_optin=None)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    found = devices.of(GPU)
-    assert (found.capability, found.shared_bytes, found.name) == (0, 48 * KIB, "MI300X")
-    assert not found.is_cpu
-    assert {cost.config.kernel for cost in rank_configs(Shape(M=64, N=64, K=64), found)} == {"pointers"}
-
-
 def test_the_precision_of_float32_is_read_from_any_switch() -> None:
     imports = "from lightning_eff.kernels.devices import float32_precision"
     found = in_forks(list(SWITCHES), imports, "print(float32_precision())")

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_eff.kernels import choices, devices, dispatch, measure, tiles
+from lightning_eff.kernels import choices, dispatch, measure
 from lightning_eff.kernels.choices import LIBRARY
-from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.library import mlp_by_library
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import compute, compute_fused, gemm
@@ -259,29 +258,6 @@ def test_small_products_and_recorded_ones_are_the_library_s(
     monkeypatch.setattr(dispatch, "MIN_FLOP", 0.0)
     layer(torch.ones(64, 64)).square().sum().backward()
     assert [row["shape"].split(",")[0][-2:] for row in gpu.rows] == ["nt", "tn"], "the input has no gradient"
-
-
-def test_only_a_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "why_no_kernels", lambda _: "")
-    dispatch.forget()
-    by_us = {name: dispatch.may_use_triton(name, CUDA, BF16) for name in dispatch.BACKENDS}
-    assert by_us == {"auto": True, "torch": False, "triton": True}
-    assert not dispatch.may_use_triton("auto", CPU, BF16)
-    assert not dispatch.may_use_triton("auto", CUDA, torch.float64)
-    dispatch.forget()
-    monkeypatch.setattr(devices, "why_no_kernels", lambda _: "too old")
-    assert not dispatch.may_use_triton("auto", CUDA, BF16)
-    dispatch.forget()
-
-
-def test_a_config_that_cannot_be_compiled_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_dropped", set())
-    monkeypatch.setattr(devices, "of", lambda _: DEVICES["h200"])
-    ranked = [cost.config for cost in tiles.rank_configs(SHAPE, DEVICES["h200"])]
-    for number, config in enumerate(ranked):
-        assert dispatch.candidates(SHAPE, CUDA) == ranked[number:]
-        dispatch.drop(config)
-    assert dispatch.candidates(SHAPE, CUDA) == []
 
 
 @pytest.mark.parametrize("path", list(choices.SHIPPED.glob("*.json")), ids=lambda path: path.stem)

@@ -53,17 +53,6 @@ def test_gradients_are_right_in_float64() -> None:
     assert torch.equal(call(x, weight, bias), F.linear(x, weight, bias))
 
 
-def test_vectors_empty_batches_and_leading_axes() -> None:
-    layer = swapped(nn.Linear(5, 3), Accumulation())
-    for size in ((5,), (0, 5), (2, 1, 1, 5)):
-        x = torch.randn(size, requires_grad=True)
-        y = layer(x)
-        assert y.shape == (*size[:-1], 3)
-        y.sum().backward()
-        assert x.grad is not None
-        assert x.grad.shape == x.shape
-
-
 def test_an_operation_in_place_behind_it() -> None:
     """nn.ReLU(inplace=True) once raised."""
     torch.manual_seed(0)

@@ -75,20 +75,6 @@ def test_shared_memory_decides_what_fits() -> None:
     assert all(tile.adds or tile.kernel == "pointers" for tile in weight if tile.block_n == 256)
 
 
-def test_what_the_epilogue_reads_and_writes_takes_room_and_time() -> None:
-    """The gradient of SwiGLU: gate and up are read one after the other, pre and d2 are stored as d is."""
-    plain = Shape(M=4096, N=4096, K=4096)
-    gradient = replace(plain, epilogue_reads=2, epilogue_writes=2)
-    halved = next(tile for tile in CONFIGS if tile.subtiles > 1 and tile.num_stages == 3)
-    assert halved.shared_bytes(gradient) == 3 * (128 + 256) * 128 + 128 * 128 * (2 + 2)
-    assert LARGE not in fitting(gradient, H200)
-    assert fitting(gradient, H200)[0] == halved
-    more = Cost(shape=gradient, config=halved, device=H200).memory_bytes
-    assert more - Cost(shape=plain, config=halved, device=H200).memory_bytes == 4 * 4096 * 4096 * 2
-    crowded = [tile for tile in fitting(replace(gradient, aligned=False), H200) if tile.split_k == 1]
-    assert [(tile.block_m, tile.block_n) for tile in crowded] == [(64, 64), (32, 32), (16, 64)]
-
-
 def test_the_explanation_of_the_design_comes_out() -> None:
     assert explain_tiles(4352, 4096, 4096).fitting_m == (4224, 5120)
     vocabulary = explain_tiles(8192, 50257, 4096)

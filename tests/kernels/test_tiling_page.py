@@ -44,24 +44,6 @@ def test_the_instructions_and_swizzles_of_the_page_are_those_that_are_compiled()
         assert swizzle in kernel.asm["ttgir"], device
 
 
-def test_the_overview_shows_what_was_measured() -> None:
-    overview, benchmarks = (ROOT / "docs" / "tiling.md").read_text(), ROOT / "docs" / "benchmarks"
-    for page, row, columns in (
-        ("tiled_loss.md", r"float32 +trained +(?:whole logits|lightning_eff) +([\d.]+)", 2),
-        ("tiled_mlp.md", r"(?:plain|callbacks/tiled_mlp, 16 tiles) +([\d.]+) +", 2),
-        (
-            "tiled_conv.md",
-            r"512\^2, added +(?:each level under a checkpoint|callbacks/tiled_conv, 6 MiB) +([\d.]+)",
-            2,
-        ),
-    ):
-        found = re.findall(row, (benchmarks / page).read_text())
-        assert len(found) == columns
-        assert " → ".join(found) in overview, page
-    for picture in re.findall(r"\((pictures/\w+\.svg)\)", overview):
-        assert (ROOT / "docs" / picture).is_file()
-
-
 def test_the_overview_shows_what_attention_holds() -> None:
     peaks: list[str] = []
     for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):

@@ -14,10 +14,9 @@ from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
-from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.errors import ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
-from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.live_bytes import LiveBytes
@@ -125,23 +124,6 @@ def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net
     fit(net(), OptimizerChoice(optimizer=FACTORY), GradientCheck(), max_steps=2)
 
 
-class Counting(torch.optim.SGD):
-    """Counts its steps in the group, as some libraries do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
-
-
-def test_an_optimizer_that_counts_in_its_groups_is_rejected() -> None:
-    layer = nn.Linear(2, 2)
-    optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=Counting)
-    layer.weight.grad = torch.ones(2, 2)
-    with pytest.raises(ConfigError):
-        optimizer.step()
-
-
 def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -152,18 +134,3 @@ def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -
     with pytest.raises(RuntimeError, match="use_reentrant=False works"):
         shared.sum().backward()
     del optimizer
-
-
-@pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
-def test_sparse_gradients_are_used() -> None:
-    sgd, results = torch.optim.SGD, []
-    for kind in (sgd, *(functools.partial(kind, optimizer=sgd) for kind in (InBackward, CpuOffload))):
-        torch.manual_seed(0)
-        table = nn.Embedding(4, 2, sparse=True)
-        optimizer = kind(table.parameters(), lr=0.1, weight_decay=0.0)
-        for _ in range(2):
-            table(torch.tensor([1, 3])).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(table.weight.detach())
-    assert is_equal(results[1:], [results[0]] * 2)

@@ -21,7 +21,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.config.composition import compose_recipe
-from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.errors import ConflictError
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.module import ModuleOptimizer
 from lightning_eff.precision.auto import AutoPrecision
@@ -207,15 +207,6 @@ def test_an_impossible_combination_is_rejected_with_a_remedy(
     _, _, said = command("train", *recipe, word, code=exit_code)
     assert f"try: {remedy}" in said
     assert not Path("outputs").exists()
-
-
-def test_a_module_without_an_optimizer_is_reported() -> None:
-    module = ModuleOptimizer()
-    with pytest.warns(UserWarning, match="this fit will run with no optimizer"):
-        train(module, kind=gan.Scheduled, schedule="none", max_steps=2)
-    assert not module.outcome().effective
-    with pytest.raises(ConfigError, match="no optimizer"):
-        train(ModuleOptimizer(), kind=gan.Scheduled, schedule="empty", max_steps=2)
 
 
 def test_plan_predicts_both_optimizers(recipe: list[str], command: Command) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
-from lightning_eff.core.errors import ConfigError, NoEffectWarning, SlowPathWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.precision.auto import AutoPrecision, step_context
 from lightning_eff.precision.float8 import Float8
 from lightning_eff.precision.quantized_base import QuantizedBase
@@ -233,14 +232,3 @@ CUDNN = [3 + ALL.index(switch) for switch in (b.cudnn.conv, b.cudnn.rnn)]
 def test_tf32_is_set_and_restored_exactly_whichever_switches_the_user_set() -> None:
     printed = in_forks([*SWITCHES, *CUDNN_SWITCHES], STATE, "run(True); run(False); print('restored')")
     assert printed == ["restored"] * len([*SWITCHES, *CUDNN_SWITCHES])
-
-
-def test_an_emulated_format_is_said_with_what_auto_would_take(
-    net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", SlowPathWarning)
-        with pytest.raises(SlowPathWarning, match="precision='auto' would choose '32-true'"):
-            fit(net(), plugins=[AutoPrecision(precision="bf16-mixed")])

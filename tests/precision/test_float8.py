@@ -28,7 +28,6 @@ from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision._float8_linear import convert, recipe_config, unconvert
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8, reasons, speedup, to_float8
-from lightning_eff.prediction.predict import predict
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Deep, fit, make_loader, make_trainer, seeded
 from tests.support.ranks import results_of_two_ranks
@@ -172,37 +171,6 @@ def train(model: Any, plugin: Any, *callbacks: Any, **keywords: Any) -> Any:
     return fit(model, *callbacks, plugins=[plugin], **keywords)
 
 
-def test_the_report_lists_each_linear(deep: Callable[..., Deep]) -> None:
-    model, plugin = deep(), Float8(emulate=True)
-    train(model, plugin, max_steps=3)
-    outcome = plugin.outcome()
-    outside = "outside of the repeated blocks, as heads and embeddings are"
-    assert outcome.numbers["layers"] == {
-        name: "float8, rowwise" if name.startswith("blocks") else outside for name in LINEARS
-    }
-    assert outcome.numbers["fraction"] == 3 * 16 * 16 / (3 * 16 * 16 + 8 * 16 + 16 * 3)
-
-
-def test_a_layer_whose_weight_something_else_reads_is_not_said_to_be_in_float8(
-    deep: Callable[..., Deep],
-) -> None:
-    class Reads(nn.Module):
-        def __init__(self, layer: nn.Linear) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.layer.weight, self.layer.bias)
-
-    model, plugin = deep(), Float8(emulate=True)
-    model.blocks[1].linear = Reads(model.blocks[1].linear)  # pyright: ignore[reportAttributeAccessIssue]
-    train(model, plugin, max_steps=2)
-    layers = plugin.outcome().numbers["layers"]
-    assert layers["blocks.1.linear.layer"].startswith("it was not called")
-    assert layers["blocks.0.linear"] == "float8, rowwise"
-    assert type(model.blocks[1].linear.layer) is nn.Linear
-
-
 def test_a_cpu_says_that_it_has_no_float8_and_trains_in_bf16(deep: Callable[..., Deep]) -> None:
     plain = deep()
     train(plain, AutoPrecision(precision="bf16-mixed"))
@@ -213,21 +181,6 @@ def test_a_cpu_says_that_it_has_no_float8_and_trains_in_bf16(deep: Callable[...,
     outcome = plugin.outcome()
     assert not outcome.effective
     assert set(outcome.numbers["layers"]) == LINEARS
-
-
-def test_a_plan_says_what_is_converted_on_a_device_that_is_not_there() -> None:
-    found = {}
-    for capability in (80, 90):
-        trainer = make_trainer(plugins=[Float8()], max_steps=10)
-        prediction = predict(
-            lambda: Deep(width=4096), next(iter(make_loader())), trainer=trainer, capability=capability
-        )
-        assert prediction.peak is not None, prediction.reason
-        found[capability] = prediction.assumed[-1].partition(";")[0]
-    assert found == {
-        80: "no effect: rowwise float8 in 0 of 5 Linear",
-        90: "rowwise float8 in 3 of 5 Linear, 100% of their products",
-    }
 
 
 @pytest.mark.slow
