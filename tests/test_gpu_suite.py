@@ -126,14 +126,3 @@ def test_kernels_are_compiled_ahead_for_a_gpu_that_is_not_there(tmp_path: Path) 
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "3 kernels for sm_90, 0 with a fault"
     assert len(list(tmp_path.glob("*/*.cubin"))) == 4, "one of them splits K, and sums in a second kernel"
-
-
-def test_every_setting_of_the_planner_is_predicted_and_every_part_is_run_by_default(script: Any) -> None:
-    training = script("training")
-    predicted = json.loads(training.PREDICTED.read_text())
-    assert list(predicted) == list(training.SETTINGS)
-    assert all(peak["peak_bytes"] > 2**30 for peak in predicted.values())
-    day = (GPU_SCRIPTS / "day.sh").read_text()
-    default = day.partition("${*:-")[2].partition("}")[0].split()
-    run = [word for line in day.splitlines() if line.startswith("measure ") for word in line.split()[3:]]
-    assert sorted(default) == sorted({"tests", *run} - {"&"})

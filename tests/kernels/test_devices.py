@@ -10,8 +10,6 @@ import torch
 
 from lightning_eff.kernels import devices, gemm_kernels
 from lightning_eff.kernels.devices import KIB
-from lightning_eff.kernels.tile_configs import Shape
-from lightning_eff.kernels.tiles import explain_tiles, rank_configs
 from tests.support.tf32 import SWITCHES, in_forks
 
 GPU = torch.device("cuda", 0)
@@ -56,15 +54,6 @@ def test_sizes_are_the_drivers_and_peaks_the_tables_or_unknown(
     table = devices.DEVICES.get(in_table or "", found)
     assert found.peak_tflops == table.peak_tflops
     assert found.name == (name if in_table is None else table.name)
-
-
-def test_a_gpu_with_unknown_peaks_is_ranked_but_no_peak_is_shown(gpu: Any) -> None:
-    gpu("NVIDIA H20", 78, 95.0, shared_memory_per_block_optin=227 * KIB)
-    device, shape = devices.of(GPU), Shape(M=8192, N=8192, K=8192)
-    assert rank_configs(shape, device)[0].config == rank_configs(shape, devices.named("h200"))[0].config
-    for text in ("% of the peak", "bound by"):
-        assert text not in str(explain_tiles(4096, 4096, 4096, device=device))
-        assert text in str(explain_tiles(4096, 4096, 4096, device="h200"))
 
 
 @pytest.mark.parametrize(

@@ -224,10 +224,12 @@ def test_gradients_that_are_not_finite_are_counted_and_unseen_ones_not_called_fi
 def test_adapters_train_over_a_base_in_float8(deep: Callable[..., Deep]) -> None:
     """Bases are rowwise whatever the recipe, adapters stay, and rows of zeros (LoRA's B) give no NaN."""
     model, plugin = deep(), Float8(emulate=True, recipe="tensorwise")
+    model.blocks[1].spare = nn.Linear(16, 16)
     lora = PeftAdapter(options={"r": 16}, target_modules=["linear"])
     train(model, plugin, lora, max_steps=3)
     layers = plugin.outcome().numbers["layers"]
     assert {why for name, why in layers.items() if "lora_" in name} == {"an adapter"}
+    assert layers["blocks.1.spare"].startswith("it was not called")
     assert sum(why.startswith("float8") for why in layers.values()) == 3
     assert plugin.outcome().numbers["overflows"] == {}
     assert type(model.blocks[0].linear.base_layer) is nn.Linear
