@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -25,7 +24,7 @@ from lightning_eff.core.errors import ConflictError
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.module import ModuleOptimizer
 from lightning_eff.precision.auto import AutoPrecision
-from tests.support import gan
+from tests.support import gan, resuming
 from tests.support.command_line import Command
 from tests.support.models import fit, seeded
 from tests.support.ranks import is_equal
@@ -109,35 +108,19 @@ def test_a_schedule_of_the_modules_own_is_stepped_as_by_lightning_alone(schedule
     assert not own.outcome().numbers["manual"]
 
 
-class AsksForSteps(gan.Scheduled):
-    """Its schedule asks for the number of steps, for which Lightning makes the loaders too early."""
-
-    def configure_optimizers(self) -> Any:
-        self.seen: list[float] = []
-        assert self.trainer.estimated_stepping_batches == 20
-        return super().configure_optimizers()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(float(batch[0][0, 0]))
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated",  # torchdata 0.11 on torch 2.13
     "ignore:You're resuming from a checkpoint that ended before the epoch",
     "ignore:Be aware that when using `ckpt_path`, callbacks used to create",
 )
-def test_a_loader_that_keeps_its_position_resumes_there_though_the_schedule_asks_for_steps(
-    tmp_path: Path,
-) -> None:
-    def loader() -> StatefulDataLoader[Any]:
-        return StatefulDataLoader(TensorDataset(torch.arange(320.0).view(40, 8)), batch_size=4)
-
-    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    limits: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True}
-    whole, parts = AsksForSteps(), AsksForSteps()
-    fit(whole, ModuleOptimizer(), saver, loader=loader(), **limits)
-    fit(parts, ModuleOptimizer(), loader=loader(), max_epochs=2, ckpt_path=str(tmp_path / "step=4.ckpt"))
+def test_a_stateful_loader_resumes_at_its_position_though_the_module_asks_for_steps(tmp_path: Path) -> None:
+    """Lightning makes the loaders for the number of steps, before the checkpoint is read."""
+    whole, parts = (resuming.Dropping(asks_for_steps=True) for _ in range(2))
+    saver = resuming.save_in(tmp_path)
+    for model, keywords in ((whole, {}), (parts, {"ckpt_path": str(tmp_path / "step=4.ckpt")})):
+        callbacks = [ModuleOptimizer()] if keywords else [ModuleOptimizer(), saver]
+        samples = StatefulDataLoader(resuming.Samples(), batch_size=2)
+        fit(model, *callbacks, loader=samples, max_epochs=2, enable_checkpointing=True, **keywords)
     assert parts.seen == whole.seen[4:]
 
 
