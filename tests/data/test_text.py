@@ -316,14 +316,6 @@ def test_long_conversations_are_truncated_not_split(
         prepare(file, field="messages", context_length=4)
 
 
-def test_bytes_are_decoded_to_the_text() -> None:
-    data = Text()
-    for text in ("", "<|end|> <0x41>\r\n", "grün 数🙂\0\x7f"):
-        assert data.tokenizer.encode(text).ids == list(text.encode())
-        assert data.tokenizer.decode(data.tokenizer.encode(text).ids) == text
-    assert data.vocab_size == 257
-
-
 ALPACA = [
     {"instruction": "Add.", "input": "1 2", "output": "3", "system": "s", "history": [["a", "b"]]},
     {"instruction": "Hi", "input": "", "output": "yo", "system": None, "history": None},

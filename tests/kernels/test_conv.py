@@ -14,8 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.core.errors import ConfigError
-from lightning_eff.kernels.conv import read_segment, tiled
-from lightning_eff.kernels.conv_grid import choose_grid
+from lightning_eff.kernels.conv import tiled
 from lightning_eff.models.unet import ChannelNorm
 from lightning_eff.report.live_bytes import LiveBytes
 from tests.support.counted import Operators
@@ -193,15 +192,6 @@ def test_each_weight_gets_one_gradient_also_one_that_is_used_twice() -> None:
     torch.testing.assert_close(ours, [p.grad for p in shared.parameters()], rtol=1e-12, atol=1e-12)
 
 
-def test_what_needs_no_gradient_gets_none() -> None:
-    model, x = chain(), image()
-    model[0].weight.requires_grad_(requires_grad=False)
-    tiled(model, x.detach(), tiles=2).sum().backward()
-    assert (model[0].weight.grad, x.grad) == (None, None)
-    with torch.no_grad():
-        assert not tiled(model, x, tiles=2).requires_grad
-
-
 def test_dropout_draws_the_same_in_both_passes_and_leaves_the_generator_alone() -> None:
     layers = nn.Sequential(*(nn.Conv2d(4, 4, 3, bias=False), nn.Dropout(0.5), nn.Conv2d(4, 4, 3, bias=False)))
     layers, x = layers.double(), image()
@@ -355,12 +345,3 @@ Namesake = type("Conv2d", (nn.Conv2d,), {"__module__": "adapters.lora.layer"})
 def test_a_layer_that_tiles_would_compute_wrongly_is_rejected(layer: nn.Module) -> None:
     with pytest.raises(ConfigError):
         tiled([nn.Identity(), layer], image(), tiles=2)
-
-
-def test_a_budget_divides_samples_then_the_longest_axis_with_a_halo_of_at_most_a_quarter() -> None:
-    x = torch.empty(4, 4, 64, 256)
-    layers = read_segment(chain(), 2)
-    pieces = [choose_grid(layers, x, x.nbytes * 6 / number).pieces for number in (1, 2, 4, 8, 16)]
-    assert pieces == [(1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 1, 3), (4, 1, 5)]
-    finest = choose_grid(layers, x, 1)
-    assert 0.2 < finest.halo() <= 0.25

@@ -165,14 +165,6 @@ def test_drawn_weights_depend_on_the_seed_at_construction_alone(tiny_llama: Path
     assert torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
 
 
-@pytest.mark.parametrize("pretrained", [True, False])
-def test_under_the_meta_device_only_what_is_read_has_values(tiny_llama: Path, *, pretrained: bool) -> None:
-    model = HFCausalLM(name=str(tiny_llama), pretrained=pretrained)
-    with torch.device("meta"):
-        model.configure_model()
-    assert {p.device.type for p in model.parameters()} == {"cpu" if pretrained else "meta"}
-
-
 @pytest.mark.parametrize(
     ("keywords", "rows"), [({"pad_to_multiple_of": 64}, 320), ({"vocab_size": 100}, 272)]
 )

@@ -1,4 +1,4 @@
-"""The U-Net: its formula, its receptive field, its first weights and its sizes."""
+"""The U-Net: its formula, its receptive field and its sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from lightning_eff.models.unet import UNet
 
@@ -44,14 +43,6 @@ def test_a_pixel_depends_on_pixels_near_it_alone(norm: bool) -> None:
     rows = image.grad.abs().sum((0, 1, 2)).nonzero()[:, 0]
     assert 30 <= len(rows) <= 50
     assert rows.min() <= 80 <= rows.max()
-
-
-def test_the_mean_square_is_kept_up_to_the_head_and_the_first_logits_are_small() -> None:
-    torch.manual_seed(0)
-    model, x = UNet(channels=32), torch.randn(2, 3, 32, 32)
-    assert model(x).detach().square().mean() < 0.1
-    model.head = nn.Identity()
-    assert 0.1 < model(x).detach().square().mean() < 10
 
 
 def test_every_pixel_gets_logits() -> None:
