@@ -1,4 +1,4 @@
-"""Every benchmark script runs; what is kept is on a page, and was measured with the versions of today."""
+"""Every benchmark script runs; each result has a page and was measured with the tested versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_eff.kernels.tile_configs import CONFIGS
 from tests.support import benchmarks
 
 FOLDER = benchmarks.FOLDER
@@ -39,10 +38,6 @@ SMALLEST = {
 """The arguments with which each script measures least."""
 
 
-def test_every_script_has_its_smallest_size() -> None:
-    assert set(benchmarks.SCRIPTS) == set(SMALLEST)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
@@ -59,11 +54,7 @@ def test_a_script_prints_its_table_and_keeps_its_figures(
     measured, published = json.loads(path.read_text()), benchmarks.kept()[name]
     assert measured.keys() == published.keys()
     assert measured["command"].endswith(f"python benchmarks/{name}.py {' '.join(words)} --json {path}")
-    assert measured["versions"].keys() >= {"python", "torch", "lightning"}
-    first, of_published = measured["rows"][0], published["rows"][0]
-    assert len(first) == len(of_published)
-    if isinstance(first, dict):
-        assert first.keys() == of_published.keys()
+    assert len(measured["rows"][0]) == len(published["rows"][0])
     assert capsys.readouterr().out == f"{ran['table'](measured)}\n"
     if name == "live_bytes" and torch.__version__ == published["versions"]["torch"]:
         assert all(row in published["rows"] for row in measured["rows"])
@@ -93,33 +84,21 @@ def run_gpu_script(name: str, out: Path) -> dict[str, Any]:
 def test_a_script_for_a_gpu_runs_its_smallest_sizes_on_a_cpu(name: str, tmp_path: Path) -> None:
     found = run_gpu_script(name, tmp_path)
     assert {part: len(cases) for part, cases in found.items()} == GPU_SCRIPTS[name]
-    if name == "models":
-        backends = {case: each["backend"] for case, each in found["attention"].items()}
-        assert backends == {case: each["expected"] for case, each in found["attention"].items()}
-        assert list(backends.values()).count("math") == 4
-        assert found["long"]["64 tokens"]["trained"] == 2 * 16 * (32 + 96 + 32 + 32 + 32 + 128 + 128 + 32)
-    elif name == "training":
+    if name == "training":
         assert found["planner"]["baseline"]["ratio"] == 1.0, "on a CPU exact to the byte"
     elif name == "layers":
         losses = [each["loss"] for case in found["loss"].values() for each in case.values()]
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_every_config_is_right_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    cases = run_gpu_script("kernels", tmp_path)["correctness"]
-    assert cases.keys() == {"gemm", "other calls", *map(str, CONFIGS)}
-    assert all(case["right"] and len(case) == 1 for case in cases.values())
-
-
-def test_every_measurement_has_a_script_and_a_place_on_a_page() -> None:
+def test_what_is_kept_has_a_script_and_a_page_and_every_page_has_what_is_kept() -> None:
     names = {name for name in benchmarks.kept() if not name.startswith(benchmarks.COMPARE)}
-    assert names == {*benchmarks.SCRIPTS}
-    text = "\n".join(path.read_text() for path in benchmarks.PAGES.glob("*.md"))
-    framed = re.findall(r"`make pages` from benchmarks/(\w+) -->", text)
-    assert sorted(framed) == sorted({*names, "compare"})
+    assert names == {*benchmarks.SCRIPTS} == {*SMALLEST}
+    pages = {path.stem: path.read_text() for path in benchmarks.PAGES.glob("*.md")}
+    assert pages.keys() == {*names, "index", "compare"}
+    for name, text in pages.items():
+        source = "benchmarks" if name == "index" else f"benchmarks/{name}"
+        assert text.count(f"<!-- written by `make pages` from {source} -->") == 1, name
 
 
 @pytest.mark.parametrize("name", benchmarks.kept())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from functools import partial
@@ -12,9 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_eff.callbacks.attention import Attention
@@ -33,6 +30,8 @@ from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.kernels import dispatch
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy
 from lightning_eff.kernels.matmul import gemm
+from lightning_eff.models.gpt import GPT
+from lightning_eff.models.unet import UNet
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
@@ -47,43 +46,8 @@ TOLERANCE = 1e-4
 """Of losses, relative: float32 products in another order, without TF32."""
 
 
-class Block(nn.Module):
-    """Attention and an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        x = x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
-        return x + self.mlp(x)
-
-
-class Net(pl.LightningModule):
-    """A language model, or a stack of convolutions on the same tokens."""
-
-    def __init__(self, *, convolutions: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        layers = [nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ReLU()] if convolutions else [Block()]
-        self.convolutions = convolutions
-        self.blocks = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3) for layer in layers))
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.embed(batch)
-        if self.convolutions:
-            x = x.unflatten(1, (8, 8)).permute(0, 3, 1, 2)
-            x = self.blocks(x).flatten(2).transpose(1, 2)
-        else:
-            x = self.blocks(x)
-        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
-        self.log("loss", loss)
-        return loss
+class Language(GPT):
+    """A small language model, trained by SGD."""
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -91,22 +55,26 @@ class Net(pl.LightningModule):
 
 
 def losses(
-    net: Net, folder: Path, *techniques: Any, accelerator: str = "gpu", **settings: Any
-) -> list[float]:
-    """Train, and return the losses; nothing may be without effect."""
-    torch.manual_seed(1)
-    data: Any = torch.randint(0, VOCABULARY, (SAMPLES * STEPS, TOKENS))
+    folder: Path, *techniques: Any, accelerator: str = "gpu", images: bool = False, **settings: Any
+) -> Any:
+    """Return the losses of a short training; every technique must have an effect."""
+    torch.manual_seed(0)
+    if images:
+        net: Any = UNet(channels=4, num_levels=2)
+        x, y = torch.randn(SAMPLES * STEPS, 3, 16, 16), torch.randint(0, 4, (SAMPLES * STEPS, 16, 16))
+    else:
+        net = Language(vocab_size=VOCABULARY, context_length=TOKENS, d_model=WIDTH, num_layers=3)
+        x, y = torch.randint(0, VOCABULARY, (2, SAMPLES * STEPS, TOKENS))
     report = EfficiencyReport(dirpath=folder)
     names = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger")
     quiet: dict[str, Any] = dict.fromkeys(names, False)
     trainer = pl.Trainer(
         accelerator=accelerator, devices=1, max_epochs=1, callbacks=[*techniques, report], **quiet, **settings
     )
-    trainer.fit(net, DataLoader(data, batch_size=settings.pop("batch_size", SAMPLES)))
+    trainer.fit(net, DataLoader(TensorDataset(x, y), batch_size=SAMPLES))
     return [loss for _, loss in report.report["losses"]]
 
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 TECHNIQUES: dict[str, Callable[[], Any]] = {
     "attention": lambda: Attention(backend=["efficient", "math"]),
     "empty_cache": lambda: EmptyCache(every_n_steps=1),
@@ -124,9 +92,9 @@ TECHNIQUES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_a_technique_trains_on_a_gpu_as_nothing_does_on_a_cpu(name: str, tmp_path: Path) -> None:
-    expected = losses(Net(), tmp_path / "cpu", accelerator="cpu")
-    found = losses(Net(), tmp_path / "gpu", TECHNIQUES[name]())
+def test_a_technique_on_a_gpu_trains_as_plain_training_on_a_cpu(name: str, tmp_path: Path) -> None:
+    expected = losses(tmp_path / "cpu", accelerator="cpu")
+    found = losses(tmp_path / "gpu", TECHNIQUES[name]())
     assert len(found) == STEPS
     assert found == pytest.approx(expected, rel=TOLERANCE)
 
@@ -176,19 +144,19 @@ def test_the_tiled_loss_of_a_gpu_is_that_of_whole_logits(
 
 @pytest.mark.parametrize("technique", [ChannelsLast, lambda: TiledConv(min_pixels=1, tile_budget_mib=0.1)])
 def test_convolutions_on_a_gpu_train_as_on_a_cpu(technique: Callable[[], Any], tmp_path: Path) -> None:
-    expected = losses(Net(convolutions=True), tmp_path / "cpu", accelerator="cpu")
-    found = losses(Net(convolutions=True), tmp_path / "gpu", technique())
+    expected = losses(tmp_path / "cpu", accelerator="cpu", images=True)
+    found = losses(tmp_path / "gpu", technique(), images=True)
     assert found == pytest.approx(expected, rel=1e-3)  # cuDNN may choose TF32
 
 
 @pytest.mark.parametrize("optimizer", [InBackward, CpuOffload])
 def test_optimizers_on_a_gpu_step_as_adamw_does_on_a_cpu(optimizer: Any, tmp_path: Path) -> None:
     adamw = OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1))
-    expected = losses(Net(), tmp_path / "cpu", adamw, accelerator="cpu")
-    found = losses(Net(), tmp_path / "gpu", OptimizerChoice(optimizer=partial(optimizer, lr=1e-3)))
+    expected = losses(tmp_path / "cpu", adamw, accelerator="cpu")
+    found = losses(tmp_path / "gpu", OptimizerChoice(optimizer=partial(optimizer, lr=1e-3)))
     assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_bf16_on_a_gpu_stays_near_float32(tmp_path: Path) -> None:
-    expected = losses(Net(), tmp_path / "cpu", accelerator="cpu")
-    assert losses(Net(), tmp_path / "gpu", precision="bf16-mixed") == pytest.approx(expected, rel=2e-2)
+    expected = losses(tmp_path / "cpu", accelerator="cpu")
+    assert losses(tmp_path / "gpu", precision="bf16-mixed") == pytest.approx(expected, rel=2e-2)

@@ -1,4 +1,4 @@
-"""LoRA's product, added in place: PEFT's results in fewer passes, and PEFT's layer wherever it must be."""
+"""LoRA's product, added in place: PEFT's results in fewer passes, and PEFT's layer where it is needed."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def test_passes_over_tensors_of_the_size_of_the_result() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [(T, K), (4, 6, K), (K,), (0, K)])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("size", "dropout"), [((4, 6, K), 0.5), ((K,), 0.0), ((0, K), 0.0)])
 def test_results_and_gradients_are_those_of_peft(size: tuple[int, ...], dropout: float) -> None:
     """T1 in float64; a factor that was left out would be off by a half."""
     found = []

@@ -38,7 +38,6 @@ class Delegating(nn.Module):
 
 TOKENS: dict[str, dict[str, Any]] = {
     "list": {"target_modules": ["q_proj"], "options": {"trainable_token_indices": [1, 2]}},
-    "dict": {"target_modules": ["q_proj"], "options": {"trainable_token_indices": {"embed_tokens": [1]}}},
     "head": {"target_modules": ["q_proj"], "options": {"trainable_token_indices": {"lm_head": [1]}}},
     "method": {
         "method": "trainable_tokens",
@@ -53,7 +52,7 @@ def test_trained_tokens_of_a_tied_weight_are_rejected_unless_peft_ties_them(name
     with pytest.raises(ConfigError, match="is tied to net"):
         adapt(nn.ModuleDict({"net": llama(tied=True)}), **TOKENS[named])
     adapt(nn.ModuleDict({"net": llama(tied=False)}), **TOKENS[named])
-    if named in ("list", "dict"):
+    if named == "list":
         tied = llama(tied=True)
         adapt(tied, **TOKENS[named])
         assert type(tied.lm_head) is not nn.Linear, "PEFT trains the head's rows too"
@@ -62,21 +61,3 @@ def test_trained_tokens_of_a_tied_weight_are_rejected_unless_peft_ties_them(name
 def test_trained_tokens_of_a_tied_embedding_that_the_model_returns_are_rejected() -> None:
     with pytest.raises(ConfigError, match="is tied to net"):
         adapt(Delegating(), target_modules=["qkv"], options={"trainable_token_indices": [1]})
-
-
-def test_what_peft_ignores_it_names_itself() -> None:
-    """Indices and patterns that select no layer, in PEFT's words."""
-    with pytest.raises(ConfigError, match="layers_to_transform"):
-        adapt(GPT(**GPT_SIZES), options={"layers_to_transform": [0]})
-    with pytest.raises(ConfigError, match="layers_to_transform"):
-        adapt(GPT(**GPT_SIZES), target_modules=["qkv"], options={"layers_to_transform": -1})
-    with pytest.warns(RuntimeWarning, match="rank_pattern keys did not match .*qvk"):
-        adapt(GPT(**GPT_SIZES), target_modules=["qkv"], options={"rank_pattern": {"qkv": 2, "qvk": 4}})
-
-
-def test_indices_that_select_layers_are_accepted() -> None:
-    options = {"layers_to_transform": [1], "rank_pattern": {"qkv": 2}}
-    model = nn.ModuleDict({"net": GPT(**GPT_SIZES), "head": nn.Linear(4, 4)})
-    model["net"].head = nn.Identity()
-    names = list(adapt(model, target_modules=["qkv", "head"], options=options))
-    assert names == ["net.blocks.1.attention.qkv", "head"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_eff.data.digits import Digits
@@ -36,9 +34,3 @@ def test_batches_are_images_with_labels_and_training_ones_are_shuffled() -> None
     for loader, is_same in ((data.train_dataloader, False), (data.val_dataloader, True)):
         one, other = (next(iter(loader()))[1] for _ in range(2))
         assert torch.equal(one, other) == is_same
-
-
-def test_without_scikit_learn_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-eff\[images\]'"):
-        Digits().setup("fit")

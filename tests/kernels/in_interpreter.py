@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -45,7 +43,7 @@ def w() -> Tensor:
 
 @pytest.mark.filterwarnings("ignore")  # of numpy, about the numbers that are drawn
 @pytest.mark.parametrize(
-    ("cases", "seed"), [(75, 0), pytest.param(5000, 1, marks=pytest.mark.slow)], ids=["some", "many"]
+    ("cases", "seed"), [(50, 0), pytest.param(5000, 1, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_generated_cases_are_within_t4(cases: int, seed: int) -> None:
     """Error at most (K + 2) u |A||B| + eps |D|, none where operands are small integers, no byte beyond.
@@ -71,13 +69,6 @@ def test_a_bias_of_any_stride_and_a_result_over_an_operand() -> None:
     assert_close(ours(a, b, out=a), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_large_stride_along_k() -> None:
-    far = torch.zeros(130 * 2**18, dtype=torch.float16).as_strided((16, 130), (1, 2**18))
-    far.copy_(torch.ones(16, 130))
-    product = ours(far, torch.ones(130, 16).half(), out_dtype=torch.float32)
-    assert torch.equal(product, torch.full((16, 16), 130.0))
-
-
 def test_a_tile_that_reaches_further_than_32_bits_count() -> None:
     """64 rows of 2^25 + 2^20 elements: the last one begins 2^31 + 3e7 elements after the first."""
     pitch, tile = 2**25 + 2**20, next(tile for tile in CONFIGS if tile.block_m == 64 == tile.block_n)
@@ -98,21 +89,6 @@ def test_gradients(activation: str | None, x: Tensor, w: Tensor) -> None:
         seconds.append(torch.autograd.grad(g.pow(2).sum(), w))
     assert_close(*found, rtol=1e-4, atol=1e-4)
     assert_close(*seconds, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch 2.13's jvp imports it
-def test_forward_mode_is_computed_by_torch(x: Tensor, w: Tensor) -> None:
-    at = ((x.detach(),), (x.detach(),))
-    found = [torch.func.jvp(partial(call, b=w.detach()), *at) for call in (ours, gemm)]
-    assert_close(*found)
-
-
-def test_a_lazy_negation_is_read_as_it_is_meant() -> None:
-    a, b = torch.ones(4, 5), torch.ones(5, 3)
-    assert torch.equal(ours(torch._neg_view(a), b), -(a @ b))
-    out = torch.zeros(4, 3)
-    ours(a, b, out=torch._neg_view(out))
-    assert torch.equal(out, -(a @ b))
 
 
 def test_counters_fake_tensors_and_the_compiler_see_through_the_operator(x: Tensor, w: Tensor) -> None:
@@ -142,7 +118,9 @@ def test_checkpointing_keeps_a_product(x: Tensor) -> None:
 def test_training_by_the_kernels() -> None:
     """T1 in float32: forward, both gradients, and the weight's added by the kernel itself with beta = 1."""
 
-    def make(accumulation: Accumulation | None = None) -> nn.Module:
+    accumulation = Accumulation()
+
+    def make() -> nn.Module:
         model = swapped(Tied(), accumulation)
         for module in model.modules():
             if isinstance(module, TritonLinear):
@@ -153,64 +131,25 @@ def test_training_by_the_kernels() -> None:
         pairs = zip(one.parameters(), other.parameters(), strict=True)
         return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
-    accumulation = Accumulation()
-    expected = trained(Tied, None, num_steps=4)
-    assert distance(trained(make, None, num_steps=4), expected) < 2e-5
-    assert distance(trained(lambda: make(accumulation), accumulation, num_steps=4), expected) < 2e-5
-    assert accumulation.num_added == 4 * 3
+    expected = trained(Tied, None, num_steps=2)
+    assert distance(trained(make, accumulation, num_steps=2), expected) < 2e-5
+    assert accumulation.num_added == 2 * 3
     assert distance(Tied(), expected) > 0.01, "nothing was trained"
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # its inverse is 0, as it should be
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize(
-    ("tile", "activation"),
-    [
-        (TileConfig("tma", 64, 128, 128, 4, 3, subtiles=2), "silu"),
-        (TileConfig("tma", 64, 128, 128, 4, 3, subtiles=2), "gelu_tanh"),
-        (TileConfig("tma", 64, 64, 128, 4, 3, split_k=2), "silu"),
-        (TileConfig("pointers", 64, 64, 64, 4, 3), "relu"),
-        (TileConfig("pointers", 64, 64, 64, 4, 3), "gelu_tanh"),
-    ],
-    ids=str,
-)
-def test_an_mlp_is_computed_in_the_epilogues(tile: TileConfig, is_gated: bool, activation: str) -> None:
-    """Both directions against float64's autograd, beyond the edges of tiles; nothing keeps its NaN."""
-    normal = partial(torch.randn, generator=torch.Generator().manual_seed(2))
-    a, b, g, u = normal(70, 40), normal(40, 136), normal(70, 136).mul(3), normal(70, 136)
-    f, product = ACTIVATIONS[activation], a.double() @ b.double()
-    d, pre, d2 = (torch.full(g.shape, float("nan")) for _ in range(3))
-
-    def check(expected: dict[str, tuple[Tensor, Tensor]]) -> None:
-        for name, (found, right) in expected.items():
-            assert_close(found.double(), right, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: name + text)
-
-    if is_gated:
-        operands = check_operands(a, b, None, bias=u[0], alpha=0.5, activation=activation)
-        launch(replace(operands, gate=g), tile, d, pre=pre)
-        x = 0.5 * product + u[0]
-        check({"d": (d, f(g.double()) * x), "pre": (pre, x)})
-    gate, up = g.double().requires_grad_(), u.double().requires_grad_()
-    result = f(gate) * up if is_gated else f(gate)
-    gradients = torch.autograd.grad(result, (gate, up) if is_gated else (gate,), product)
-    operands = check_operands(a, b, None, activation=activation)
-    operands = replace(operands, gate=g, up=u if is_gated else None, gradient=True)
-    launch(operands, tile, d.fill_(float("nan")), pre=pre, d2=d2 if is_gated else None)
-    check({"d": (d, gradients[0]), "pre": (pre, result.detach())})
-    if is_gated:
-        check({"d2": (d2, gradients[1])})
-
-
 @pytest.mark.parametrize(
     "tile",
     [
         next(tile for tile in CONFIGS if tile.subtiles > 1),
         next(tile for tile in CONFIGS if tile.adds),
-        next(tile for tile in CONFIGS if tile.kernel == "pointers"),
+        pytest.param(next(tile for tile in CONFIGS if tile.kernel == "pointers"), marks=pytest.mark.slow),
+        pytest.param(TileConfig("tma", 64, 64, 128, 4, 3, split_k=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_a_config_is_within_the_bound_in_every_layout_and_kind(tile: Any) -> None:
+def test_a_config_is_within_the_bound_in_every_layout_and_kind(tile: TileConfig) -> None:
+    """Plain, adding, and the products of an MLP in both directions, beyond the edges of tiles."""
     mlps = (*GRADIENTS, *GRADIENTS.values())
     for kind in ("adds",) if tile.adds else ("plain", "adds", "fused", *mlps):
         for layout in ("nt", "nn", "tn"):
@@ -218,8 +157,7 @@ def test_a_config_is_within_the_bound_in_every_layout_and_kind(tile: Any) -> Non
             assert error_of(run_config(tile), problem) <= 1.0, (layout, kind)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu"])
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("is_gated", "activation"), [(True, "silu"), (False, "gelu_tanh"), (True, "gelu")])
 def test_mlps_by_the_kernels(is_gated: bool, activation: str) -> None:
     """T2; the exact GELU is not in the epilogues, so that torch computes it between two products."""
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,9 +21,7 @@ T1_LOSS, T1_GRADIENT = 1e-10, 1e-12
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 1e-2},
     "softcap": {"softcap": 1.5},
-    "temperature": {"temperature": 0.7},
     "other index": {"ignore_index": 5},
     "class weights": {"class_weight": torch.linspace(0.0, 2.0, CLASSES, dtype=torch.float64)},
     "low rank": {"low_rank": 3},
@@ -41,10 +38,9 @@ def assert_t1(found: tuple[Tensor, list[Tensor]], exact: tuple[Tensor, list[Tens
         assert error(one, other) < T1_GRADIENT
 
 
-@pytest.mark.parametrize("budget", [SEVERAL_TILES_MIB, None], ids=["several tiles", "one tile"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_that_of_whole_logits(option: str, reduction: str, budget: float | None) -> None:
+def test_every_option_is_that_of_whole_logits(option: str, reduction: Any) -> None:
     """Catches a mean of tiles' means, a factor of one gradient, and an option that tiles apply twice."""
     given, options = make_inputs(), dict(OPTIONS[option])
     if "ignore_index" in options:
@@ -58,39 +54,26 @@ def test_every_option_is_that_of_whole_logits(option: str, reduction: str, budge
     exact = gradients(lambda: whole_logits.cross_entropy(**given, **options, reduction=reduction), trained)
     found = gradients(
         lambda: linear_cross_entropy(
-            **given, **options, reduction=reduction, tile_budget_mib=budget  # pyright: ignore[reportArgumentType]
+            **given, **options, reduction=reduction, tile_budget_mib=SEVERAL_TILES_MIB
         ),
         trained,
     )  # fmt: skip
     assert_t1(found, exact)
 
 
-def test_reference_is_torchs_cross_entropy() -> None:
-    given = make_inputs()
-    logits = F.linear(given["x"], given["weight"], given["bias"])
-    expected = F.cross_entropy(logits, given["target"], label_smoothing=0.1)
-    torch.testing.assert_close(whole_logits.cross_entropy(**given, label_smoothing=0.1), expected)
-
-
-@pytest.mark.parametrize("shape", [(), (ROWS,), (3, 7), (3, 1, 7), (1,)])
-def test_any_number_of_leading_axes(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(), (3, 1, 7)])
+def test_any_number_of_leading_axes_in_one_tile(shape: tuple[int, ...]) -> None:
     x = torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True)
     weight, target = make_inputs()["weight"], torch.randint(0, CLASSES, shape)
-    low_rank = (torch.randn(*shape, 2).double(), torch.randn(CLASSES, 2).double())
-    found = linear_cross_entropy(x, weight, target, reduction="none", low_rank=low_rank)
-    assert found.shape == token_logprobs(x, weight, target).shape == target.shape
-    assert linear_kl(x, weight, x, weight).shape == target.shape
-    expected = whole_logits.logprobs(x, weight, target, low_rank=low_rank)
-    torch.testing.assert_close(found, -expected)
+    assert linear_kl(x, weight, x, weight).shape == token_logprobs(x, weight, target).shape == target.shape
     assert_t1(
-        gradients(lambda: linear_cross_entropy(x, weight, target), [x, weight]),
-        gradients(lambda: -whole_logits.logprobs(x, weight, target).mean(), [x, weight]),
+        gradients(lambda: linear_cross_entropy(x, weight, target, reduction="none"), [x, weight]),
+        gradients(lambda: -whole_logits.logprobs(x, weight, target), [x, weight]),
     )
 
 
-@pytest.mark.parametrize("budget", [SEVERAL_TILES_MIB, None])
-@pytest.mark.parametrize("scaling", [{}, {"softcap": 1.5, "temperature": 0.7}])
-def test_logprobs_and_entropy_with_both_gradients(scaling: dict[str, Any], budget: float | None) -> None:
+def test_logprobs_and_entropy_with_both_gradients() -> None:
+    scaling, budget = {"softcap": 1.5, "temperature": 0.7}, SEVERAL_TILES_MIB
     given = make_inputs()
     given["target"].clamp_(min=0)
     trained = [given["x"], given["weight"], given["bias"]]
@@ -135,7 +118,7 @@ class Float32Logits(Projection):
             yield at, x[at].float() @ weight.float().T
 
 
-@pytest.mark.parametrize("scaling", [{}, {"softcap": 1.5}, {"temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("scaling", [{}, {"softcap": 1.5, "temperature": 0.7}], ids=str)
 @pytest.mark.parametrize(
     ("tiled", "whole"),
     [(linear_cross_entropy, whole_logits.cross_entropy), (token_logprobs, whole_logits.logprobs)],
@@ -154,17 +137,14 @@ def test_gradients_of_float32_logits_reach_the_16_bit_products(
     assert max(error(one, other) for one, other in zip(found[1], exact[1], strict=True)) < 2e-2
 
 
-PEAKED = {"even": 0.0, "targets that are likely": 1.5, "targets that are nearly certain": 4.0}
-
-
-@pytest.mark.parametrize("kind", PEAKED)
+@pytest.mark.parametrize("peaked", [0.0, 4.0], ids=["even", "targets that are nearly certain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_is_at_most_twice_as_wrong_as_whole_logits(dtype: torch.dtype, kind: str) -> None:
+def test_low_precision_is_at_most_twice_as_wrong_as_whole_logits(dtype: torch.dtype, peaked: float) -> None:
     """T3, of the values and of each gradient; catches a loss of 16 bits, and one that is lost in lse."""
     num_rows, num_classes = 256, 500
     target = torch.randint(0, num_classes, (num_rows,))
     w = torch.randn(num_classes, 32)
-    x = torch.randn(num_rows, 32) * 0.3 + PEAKED[kind] * w[target] * 0.3
+    x = torch.randn(num_rows, 32) * 0.3 + peaked * w[target] * 0.3
     x, w = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
     exact_x, exact_w = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
     scale = 2.0**10 if dtype == torch.float16 else 1.0
@@ -197,12 +177,12 @@ def test_a_confident_loss_is_as_exact_as_log_softmax() -> None:
     assert error(linear_cross_entropy(x, w, target, bias), exact) <= 2 * error(plain, exact) + 2e-6
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_no_target_at_all(reduction: str, dtype: torch.dtype) -> None:
+def test_no_target_at_all(reduction: Any, dtype: torch.dtype) -> None:
     given = make_inputs(dtype)
     given["target"].fill_(-100)
-    value = linear_cross_entropy(**given, reduction=reduction)  # pyright: ignore[reportArgumentType]
+    value = linear_cross_entropy(**given, reduction=reduction)
     expected = F.cross_entropy(
         F.linear(given["x"], given["weight"]).float(), given["target"], reduction=reduction
     )
@@ -212,57 +192,32 @@ def test_no_target_at_all(reduction: str, dtype: torch.dtype) -> None:
         assert torch.equal(given[name].grad, torch.zeros_like(given[name])), name
 
 
-def test_no_rows_and_one_class() -> None:
-    weight = torch.randn(4, 3)
-    nothing = torch.zeros(0, dtype=torch.int64)
-    assert linear_cross_entropy(torch.zeros(0, 3), weight, nothing).isnan()
-    assert linear_cross_entropy(torch.zeros(0, 3), weight, nothing, reduction="none").shape == (0,)
-    assert linear_cross_entropy(torch.randn(2, 3), weight[:1], nothing.new_zeros(2)) == 0.0
-
-
 ALL_OF = {"x": torch.zeros(2, 3), "weight": torch.zeros(4, 3), "target": torch.tensor([0, 1])}
-BAD = [
-    ({"label_smoothing": 1.5}, ConfigError, "label_smoothing=1.5"),
-    ({"z_loss": -1.0}, ConfigError, "z_loss=-1.0"),
-    ({"softcap": 0.0}, ConfigError, "softcap=0.0"),
-    ({"temperature": 0.0}, ConfigError, "temperature=0.0"),
-    ({"reduction": "average"}, ConfigError, "reduction='average'"),
-    ({"backend": "liger"}, ConfigError, "backend='liger'"),
-    ({"tile_budget_mib": 0}, ConfigError, "tile_budget_mib=0"),
-    ({"backend": "torch", "softcap": 1.0}, ConfigError, "backend='torch'"),
-    ({"weight": torch.zeros(4, 2)}, ValueError, "weight [4, 2]"),
-    ({"bias": torch.zeros(3)}, ValueError, "bias [3]: expected one value per class, [4]"),
-    ({"low_rank": (torch.zeros(1, 2), torch.zeros(4, 2))}, ValueError, "low_rank [1, 2]"),
-    ({"weight": torch.zeros(4, 3).bfloat16()}, TypeError, "torch.bfloat16"),
-    ({"target": torch.tensor([0, 4])}, IndexError, "Target 4 is out of bounds, of 4 classes"),
-]
 
 
-@pytest.mark.parametrize(("changed", "kind", "text"), BAD)
-def test_bad_input_gets_its_message(changed: dict[str, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind) as caught:
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"label_smoothing": 1.5}, ConfigError),
+        ({"reduction": "average"}, ConfigError),
+        ({"backend": "torch", "softcap": 1.0}, ConfigError),
+        ({"weight": torch.zeros(4, 2)}, ValueError),
+        ({"bias": torch.zeros(3)}, ValueError),
+        ({"low_rank": (torch.zeros(1, 2), torch.zeros(4, 2))}, ValueError),
+        ({"weight": torch.zeros(4, 3).bfloat16()}, TypeError),
+        ({"target": torch.tensor([0, 4])}, IndexError),
+    ],
+    ids=str,
+)
+def test_bad_input_is_rejected(changed: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"(?i){'|'.join(changed)}"):
         linear_cross_entropy(**(ALL_OF | changed))
-    assert text in str(caught.value)
-
-
-def test_bad_input_of_a_divergence() -> None:
-    x, weight = torch.zeros(2, 3), torch.zeros(4, 3)
-    with pytest.raises(ConfigError, match="beta=2"):
-        linear_kl(x, weight, x, weight, beta=2)
-    with pytest.raises(ConfigError, match="temperature=inf"):
-        linear_kl(x, weight, x, weight, temperature=math.inf)
-    for teacher in ((torch.zeros(3, 3), weight), (x, torch.zeros(4, 2)), (x, weight[:3])):
-        with pytest.raises(ValueError, match="teacher"):
-            linear_kl(x, weight, *teacher)
-    with pytest.raises(IndexError, match="Target -100"):
-        token_logprobs(x, weight, torch.tensor([-100, 0]))
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13 has none")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_torchs_own_by_name(reduction: str) -> None:
+def test_torchs_own_by_name() -> None:
     given = make_inputs(torch.float32)
     given["class_weight"] = torch.linspace(0.5, 2.0, CLASSES)
-    exact = whole_logits.cross_entropy(**given, reduction=reduction)
-    found = linear_cross_entropy(**given, reduction=reduction, backend="torch")  # pyright: ignore[reportArgumentType]
+    exact = whole_logits.cross_entropy(**given)
+    found = linear_cross_entropy(**given, backend="torch")
     torch.testing.assert_close(found, exact)

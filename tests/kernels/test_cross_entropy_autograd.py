@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.kernels import devices
 from lightning_eff.kernels._row_losses import tile_rows_of
-from lightning_eff.kernels.cross_entropy import linear_cross_entropy, token_logprobs
+from lightning_eff.kernels.cross_entropy import linear_cross_entropy
 from lightning_eff.prediction.fakes import Fakes
 from lightning_eff.report.flops import FlopCount
 from lightning_eff.report.live_bytes import LiveBytes
@@ -91,33 +91,16 @@ def test_the_exact_number_of_products(name: str, frozen: str) -> None:
     assert (x.grad is None, weight.grad is None) == (frozen == "x", frozen == "weight")
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_one_product_a_tile(mode: Callable[[], Any]) -> None:
+def test_without_gradients_one_product_a_tile_and_none_of_ignored_rows() -> None:
     x, weight, target = inputs()
-    with mode(), Products() as products:
+    with torch.inference_mode(), Products() as products:
         loss = loss_of(x, weight, target)
     assert products.per_tile == 1
     assert not loss.requires_grad
-    with Products() as products:
-        loss_of(x.detach(), weight.detach(), target)
-    assert products.per_tile == 1
-
-
-def test_ignored_rows_are_not_computed() -> None:
-    x, weight, target = inputs()
     target[::3] = -100
     with Products() as products:
         loss_of(x, weight, target).backward()
     assert products.num_rows == int((target != -100).sum()) == 42
-
-
-def test_16_bits_have_16_tiles_at_most() -> None:
-    """The budget is for one row: each tile would round the weight's gradient once more."""
-    for dtype, tiles in ((torch.bfloat16, 16), (torch.float16, 16), (torch.float32, N)):
-        x, weight, target = inputs(dtype)
-        with torch.no_grad(), Products() as products:
-            linear_cross_entropy(x, weight, target, tile_budget_mib=1e-6)
-        assert products.counts.total() == tiles
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -154,18 +137,12 @@ def test_autocast_casts_rows_and_weight_and_the_weights_gradient_is_float32() ->
         for one, other, reference in zip(found, others, expected, strict=True):
             assert one.dtype == torch.float32
             assert error(one, reference) <= 2 * error(other, reference)
-    with torch.autocast("cpu", torch.float16):
-        assert loss_of(x, weight, target).dtype == torch.float32
-    with pytest.raises(TypeError, match="expected one floating-point dtype, or autocast"):
-        loss_of(x.bfloat16(), weight, target)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_one_hook_a_parameter(tied: bool) -> None:
+def test_a_tied_weight_has_one_hook_call() -> None:
     """In-backward optimizers, DDP and FSDP2 wait for it."""
     embedding, head = nn.Embedding(V, D), nn.Linear(D, V)
-    if tied:
-        head.weight = embedding.weight
+    head.weight = embedding.weight
     calls: Counter[Tensor] = Counter()
     parameters = [*nn.ModuleList([embedding, head]).parameters()]
     for parameter in parameters:
@@ -194,35 +171,17 @@ def test_a_retained_graph_gives_its_gradients_twice_and_a_freed_one_torchs_error
         loss.backward()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_second_derivative_is_refused_when_it_is_prepared(reduction: str) -> None:
+def test_a_second_derivative_and_a_weight_changed_before_backward_are_rejected() -> None:
     x, weight, target = inputs()
-    loss = loss_of(x, weight, target, reduction=reduction).sum()
-    with pytest.raises(RuntimeError, match="a loss in tiles has no second derivative: compute whole logits"):
-        torch.autograd.grad(loss, [x], create_graph=True)
-
-
-def test_an_input_that_is_changed_in_place_before_the_backward_pass_is_refused() -> None:
-    x, weight, target = inputs()
+    for reduction in ("mean", "none"):
+        loss = loss_of(x, weight, target, reduction=reduction).sum()
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(loss, [x], create_graph=True)
     loss = loss_of(x, weight, target, reduction="none").sum()
     with torch.no_grad():
         weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_function_breaks_its_graph_here_and_computes_the_same() -> None:
-    x, weight, target = inputs()
-
-    def step(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return loss_of(x * 2.0, weight, target) + token_logprobs(x, weight, target).mean()
-
-    compiled = torch.compile(step, backend="eager")
-    expected = torch.autograd.grad(step(x, weight, target), [x, weight])
-    for _ in range(2):
-        found = torch.autograd.grad(compiled(x, weight, target), [x, weight])
-        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -243,8 +202,7 @@ def test_the_extra_bytes_of_a_step(frozen: bool) -> None:
     assert live.peak_bytes - before > 2 * TILES * tile
 
 
-@pytest.mark.parametrize("num_classes", [V, V + 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "num_classes"), [(torch.float32, V), (torch.bfloat16, V + 1)], ids=str)
 def test_the_extra_bytes_of_a_step_on_a_gpu_that_need_not_be_present(
     dtype: torch.dtype, num_classes: int
 ) -> None:
@@ -266,27 +224,13 @@ def test_the_extra_bytes_of_a_step_on_a_gpu_that_need_not_be_present(
     assert count.flops == 3 * 2 * N * D * num_classes
 
 
-ROWS_OF = {"h100": 2048, "h200": 2048, "a100": 2048, "rtx4090": 512, "t4": 256}
-
-
-@pytest.mark.parametrize("name", ROWS_OF)
-def test_rows_of_a_tile_on_a_gpu_follow_its_memory_whichever_source_states_it(name: str) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("h100", 2048), ("t4", 256)])
+def test_rows_of_a_tile_on_a_gpu_follow_its_memory_whichever_source_states_it(name: str, rows: int) -> None:
     """1 GiB of float32 logits of 128,256 classes on an H100, an eighth of that on a T4 with 14.5 GiB."""
     for factor in (0.97, 1.0, 1.03):  # a driver keeps some
         gpu = devices.DEVICES[name]
         gpu = replace(gpu, memory_bytes=int(gpu.memory_bytes * factor))
         with devices.predicted(gpu), Fakes():
             x = torch.empty(4096, 512, dtype=torch.bfloat16)
-            assert tile_rows_of(x, 128256, None) == ROWS_OF[name]
+            assert tile_rows_of(x, 128256, None) == rows
             assert tile_rows_of(x, 128256, 512.0) == 1024, "an explicit budget decides"
-
-
-def test_rows_of_a_tile_on_a_cpu() -> None:
-    """16 MiB, an eighth of all, and 128 rows at least."""
-    found = {
-        (n, v): tile_rows_of(torch.empty(n, 64), v, None) for n in (64, 256, 4096) for v in (1000, 128000)
-    }
-    assert found == {
-        (64, 1000): 64, (64, 128000): 64, (256, 1000): 128, (256, 128000): 128, (4096, 1000): 512,
-        (4096, 128000): 128,
-    }  # fmt: skip

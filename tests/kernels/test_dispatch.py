@@ -1,11 +1,10 @@
-"""Who computes a GEMM: whoever was measured to be faster, on a fake GPU with a fake clock."""
+"""A GEMM is computed by the candidate that was measured to be fastest: a fake GPU with a fake clock."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_eff.kernels import choices, devices, dispatch, measure, tiles
+from lightning_eff.kernels import choices, dispatch, measure
 from lightning_eff.kernels.choices import LIBRARY
-from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.kernels.library import mlp_by_library
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import compute, compute_fused, gemm
 from lightning_eff.kernels.operands import Operands, check_operands
-from lightning_eff.kernels.tile_configs import BY_NAME, CONFIGS, Shape
+from lightning_eff.kernels.tile_configs import BY_NAME, Shape
 from tests.support import fake_gpu
 from tests.support.fake_gpu import CPU, FakeGPU
 
@@ -47,22 +45,7 @@ def best(rows: int = 64) -> list[str]:
     return [str(config) for config in dispatch.candidates(check_operands(*matrices(rows), None).shape(), CPU)]
 
 
-def test_configs_and_shapes_have_names_of_their_own() -> None:
-    assert len(BY_NAME) == len(set(CONFIGS)) == len(CONFIGS)
-    others: dict[str, Any] = {
-        "M": 1, "N": 2, "K": 3, "dtype": torch.float16, "out_dtype": torch.float32, "batch": 2,
-        "aligned": False, "c_itemsize": 4, "epilogue_reads": 1, "epilogue_writes": 2, "adds": True,
-        "layout": "tn", "epilogue": "silu", "tf32": True,
-    }  # fmt: skip
-    assert list(others) == [field.name for field in fields(Shape)]
-    names = {str(replace(SHAPE, **{name: value})) for name, value in others.items()}
-    assert len(names | {str(SHAPE)}) == len(others) + 1
-    assert str(SHAPE) == "4096 x 4096 x 4096 nt, bfloat16"
-
-
-@pytest.mark.parametrize(
-    ("ours_ms", "by_us", "ratio"), [(0.98, False, 1.02), (0.96, True, 1.042), (3.0, False, 0.5)]
-)
+@pytest.mark.parametrize(("ours_ms", "by_us", "ratio"), [(0.98, False, 1.02), (0.96, True, 1.042)])
 def test_the_fastest_computes_and_ours_only_if_it_is_more_than_3_percent_faster(
     gpu: FakeGPU, ours_ms: float, by_us: bool, ratio: float
 ) -> None:
@@ -70,7 +53,7 @@ def test_the_fastest_computes_and_ours_only_if_it_is_more_than_3_percent_faster(
     third = best()[2]
     gpu.ms[third] = ours_ms
     assert torch.equal(gemm(a, b), a @ b)
-    assert set(gpu.timed) == {LIBRARY, *best()[: dispatch.NUM_CANDIDATES]}
+    assert gpu.timed == [LIBRARY, *best()[: dispatch.NUM_CANDIDATES]] * measure.TURNS, "they take turns"
     assert len(best()) > dispatch.NUM_CANDIDATES
     row = {"shape": "64 x 64 x 64 nt, bfloat16", "by": third if by_us else LIBRARY, "ratio": ratio}
     assert gpu.rows == [row]
@@ -80,24 +63,15 @@ def test_the_fastest_computes_and_ours_only_if_it_is_more_than_3_percent_faster(
     assert (gpu.timed, gpu.launched) == ([], [third] if by_us else []), "measured once"
 
 
-def test_candidates_take_turns(gpu: FakeGPU) -> None:
-    gemm(*matrices())
-    assert gpu.timed == [LIBRARY, *best()[: dispatch.NUM_CANDIDATES]] * measure.TURNS
-
-
 def test_what_computes_wrongly_or_cannot_be_compiled_is_not_chosen(gpu: FakeGPU) -> None:
     a, b = matrices()
     wrong, broken, right, _ = best()[:4]
     gpu.wrong, gpu.broken = {wrong}, {broken}
     gpu.ms |= {wrong: 0.1, broken: 0.1, right: 0.5}
-    with pytest.warns(UserWarning, match=f"{wrong} computes 64 x 64 x 64 wrongly here"):
+    with pytest.warns(UserWarning, match=wrong):
         assert torch.equal(gemm(a, b), a @ b)
     assert gpu.rows[0]["by"] == right
     assert not {wrong, broken} & set(gpu.timed)
-    gpu.wrong = set(BY_NAME)
-    with pytest.warns(UserWarning, match="wrongly here"):
-        gemm(*matrices(128))
-    assert gpu.rows[1] == {"shape": "128 x 64 x 64 nt, bfloat16", "by": LIBRARY, "ratio": 0.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
@@ -122,26 +96,25 @@ def test_a_choice_holds_for_rows_up_to_the_next_power_of_two(gpu: FakeGPU) -> No
 def test_measuring_changes_nothing_and_a_sum_is_added_once(gpu: FakeGPU) -> None:
     a, b = (torch.randn(64, 64) for _ in range(2))
     total = torch.ones(64, 64)
-    kept = [tensor.clone() for tensor in (a, b)]
+    kept_a, kept_b = a.clone(), b.clone()
     gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
     state = torch.get_rng_state()
     compute(Operands(a=a.T, b=b, c=total, beta=1.0, out_dtype=torch.float32, batch=()), total)
-    torch.testing.assert_close(total, 1.0 + kept[0].T @ kept[1])
-    assert torch.equal(a, kept[0])
-    assert torch.equal(b, kept[1])
+    torch.testing.assert_close(total, 1.0 + kept_a.T @ kept_b)
+    assert torch.equal(a, kept_a)
+    assert torch.equal(b, kept_b)
     assert torch.equal(torch.get_rng_state(), state)
     assert gpu.rows[0]["by"] != LIBRARY
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-def test_an_epilogue_of_an_mlp_is_measured_against_the_passes_that_it_replaces(
-    gpu: FakeGPU, gated: bool, gradient: bool
+def test_an_mlp_epilogue_is_measured_against_the_passes_that_it_replaces(
+    gpu: FakeGPU, gradient: bool
 ) -> None:
     a, b = matrices()
     given = Operands(a=a, b=b, out_dtype=BF16, batch=(), activation="silu", gradient=gradient)
-    given.gate = torch.randn(64, 64).to(BF16) if gated or gradient else None
-    given.up = torch.randn(64, 64).to(BF16) if gated and gradient else None
+    given.gate = torch.randn(64, 64).to(BF16)
+    given.up = torch.randn(64, 64).to(BF16) if gradient else None
     stores = {"stores_pre": True, "stores_d2": given.up is not None}
     assert compute_fused(given, "auto", **stores) is None, "the library is as fast"
     gpu.file.unlink()
@@ -175,38 +148,20 @@ def test_the_next_start_reads_the_file_and_another_process_is_not_overwritten(gp
     assert [path.suffix for path in gpu.file.parent.iterdir()] == [".json"], "no temporary file"
 
 
-def test_choices_that_ship_with_the_package_are_read_first(gpu: FakeGPU) -> None:
-    gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
-    gemm(*matrices())
-    choices.SHIPPED.mkdir()
-    gpu.file.replace(choices.SHIPPED / gpu.file.name)
-    gpu.restart()
-    gemm(*matrices())
-    assert gpu.timed == []
-    assert gpu.rows[0]["ratio"] == 2.0
-
-
-def replaced(content: bytes) -> dict[str, Any]:
-    return json.loads(content)
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        lambda _: b"",
         lambda old: old[: len(old) // 2],
         lambda _: b"\xff\xfe\x00",
         lambda _: b"[]",
-        lambda _: b'{"key": 1}',
-        lambda old: json.dumps(replaced(old) | {"choices": [1]}).encode(),
-        lambda old: json.dumps(replaced(old) | {"choices": {"64 x 64 x 64 nt, bfloat16": [1]}}).encode(),
-        lambda old: json.dumps(replaced(old) | {"key": replaced(old)["key"] | {"torch": "2.0"}}).encode(),
+        lambda old: json.dumps(json.loads(old) | {"choices": {"64 x 64 x 64 nt, bfloat16": [1]}}).encode(),
+        lambda old: old.replace(str(torch.__version__).encode(), b"2.0"),
         lambda old: old.replace(LIBRARY.encode(), b"tma 999x999"),
         lambda old: old.replace(LIBRARY.encode(), b"tma 128x128, 3 stages, 8 warps, adding"),
     ],
-    ids=["empty", "cut", "binary", "list", "key", "choices", "row", "version", "unknown", "does not fit"],
+    ids=["cut", "binary", "list", "row", "version", "unknown config", "does not fit"],
 )
-def test_a_file_that_is_damaged_or_of_something_else_is_measured_anew(gpu: FakeGPU, change: Any) -> None:
+def test_a_damaged_or_foreign_file_is_measured_again(gpu: FakeGPU, change: Any) -> None:
     gemm(*matrices())
     good = gpu.file.read_bytes()
     gpu.file.write_bytes(change(good))
@@ -217,27 +172,21 @@ def test_a_file_that_is_damaged_or_of_something_else_is_measured_anew(gpu: FakeG
     assert gpu.file.read_bytes() == good
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_the_choice_holds(
+def test_a_cache_that_cannot_be_written_is_reported_and_the_choice_holds(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
-    with pytest.warns(UserWarning, match=r"cannot be kept in .*: Not a directory"):
-        gemm(*matrices())
-    assert gpu.rows[0]["ratio"] == 2.0
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
-    gpu.restart()
     monkeypatch.setattr(os, "fdopen", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
     with pytest.warns(UserWarning, match="No space left"):
         gemm(*matrices())
+    assert gpu.rows[0]["ratio"] == 2.0
     assert list(gpu.file.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "reason", ["deterministic algorithms", "rank 0 measures", "a CUDA graph is captured"]
 )
-def test_where_nothing_may_be_measured_what_is_known_computes_else_the_library(
+def test_where_nothing_may_be_measured_a_known_choice_computes_else_the_library(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
@@ -260,13 +209,12 @@ def test_where_nothing_may_be_measured_what_is_known_computes_else_the_library(
     assert gpu.rows[1]["ratio"] == 2.0, "later it may"
 
 
-def test_results_that_tell_nothing_are_not_measured_yet_and_without_memory_never(
+def test_uninformative_results_and_missing_memory_prevent_a_measurement(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = matrices()
-    for value in (0.0, torch.inf):
-        gemm(torch.full_like(a, value), b)
-        assert gpu.rows[0]["not measured"] == "the results were 0 or not finite"
+    gemm(torch.zeros_like(a), b)
+    assert gpu.rows[0]["not measured"] == "the results were 0 or not finite"
     assert gpu.timed == []
     tried: list[int] = []
 
@@ -295,29 +243,6 @@ def test_small_products_and_recorded_ones_are_the_library_s(
     monkeypatch.setattr(dispatch, "MIN_FLOP", 0.0)
     layer(torch.ones(64, 64)).square().sum().backward()
     assert [row["shape"].split(",")[0][-2:] for row in gpu.rows] == ["nt", "tn"], "the input has no gradient"
-
-
-def test_only_a_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "why_no_kernels", lambda _: "")
-    dispatch.forget()
-    by_us = {name: dispatch.may_use_triton(name, CUDA, BF16) for name in dispatch.BACKENDS}
-    assert by_us == {"auto": True, "torch": False, "triton": True}
-    assert not dispatch.may_use_triton("auto", CPU, BF16)
-    assert not dispatch.may_use_triton("auto", CUDA, torch.float64)
-    dispatch.forget()
-    monkeypatch.setattr(devices, "why_no_kernels", lambda _: "too old")
-    assert not dispatch.may_use_triton("auto", CUDA, BF16)
-    dispatch.forget()
-
-
-def test_a_config_that_cannot_be_compiled_is_not_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_dropped", set())
-    monkeypatch.setattr(devices, "of", lambda _: DEVICES["h200"])
-    ranked = [cost.config for cost in tiles.rank_configs(SHAPE, DEVICES["h200"])]
-    for number, config in enumerate(ranked):
-        assert dispatch.candidates(SHAPE, CUDA) == ranked[number:]
-        dispatch.drop(config)
-    assert dispatch.candidates(SHAPE, CUDA) == []
 
 
 @pytest.mark.parametrize("path", list(choices.SHIPPED.glob("*.json")), ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""GPT: what a position sees, how it is told apart, what counts in the loss, what is drawn, what is saved."""
+"""GPT: causal attention, rotary positions, the loss, sampling, and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw_tokens(*shape: int) -> Tensor:
     return torch.randint(0, SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("changed", range(1, 12))
+@pytest.mark.parametrize("changed", [1, 6, 11])
 def test_a_later_token_never_changes_earlier_logits(changed: int) -> None:
     model, tokens = loud_gpt(), draw_tokens(3, 12)
     other = tokens.clone()
@@ -96,18 +96,15 @@ def test_ignored_targets_add_nothing_to_the_loss() -> None:
     loss, kept = model.loss(model(tokens), targets), model(tokens)[:, :7].flatten(0, 1)
     torch.testing.assert_close(loss, F.cross_entropy(kept, targets[:, :7].flatten()), rtol=1e-12, atol=0.0)
     other = torch.where(torch.arange(12) >= 7, (tokens + 1) % SIZES["vocab_size"], tokens)
-    assert torch.equal(loss, model.loss(model(other), targets)), (
-        "what only ignored targets see does not matter"
-    )
+    assert torch.equal(loss, model.loss(model(other), targets))
     assert not torch.equal(loss, model.loss(model(tokens), draw_tokens(12, 2).T))
-    assert loss.dtype == torch.float64
     nothing = model.loss(model(tokens), torch.full_like(targets, IGNORED_TARGET))
     nothing.backward()
     assert nothing.item() == 0.0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_what_is_drawn_follows_the_logits_of_the_last_context() -> None:
+def test_generate_follows_the_logits_of_the_last_context() -> None:
     model, tokens, graphs = loud_gpt(), draw_tokens(2, 11), set[bool]()
     hook = model.register_forward_hook(lambda module, args, logits: graphs.add(logits.requires_grad))
     options: list[dict[str, Any]] = [{"temperature": 1e-6}, {"top_k": 1}, {"top_p": 1e-9}]
@@ -122,39 +119,24 @@ def test_what_is_drawn_follows_the_logits_of_the_last_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
+    "options",
     [
-        ({}, [0, 1, 2, 3]),
-        ({"top_k": 2}, [0, 1]),
-        ({"top_k": 9}, [0, 1, 2, 3]),
-        ({"top_p": 0.49}, [0]),
-        ({"top_p": 0.6}, [0, 1]),
-        ({"top_k": 2, "top_p": 0.6}, [0]),  # 0.5 of 0.75
-        ({"top_p": 0.6, "temperature": 0.25}, [0]),  # 0.5**4 is 95 % of the fourth powers
-        ({"top_p": 0.6, "temperature": 4.0}, [0, 1, 2]),  # fourth roots: 32, 25, 22 and 21 % for 10 %
+        {"top_k": 9},
+        {"top_k": 2, "top_p": 0.6},  # 0.5 of 0.75: one token
+        {"top_p": 0.6, "temperature": 4.0},  # fourth roots: three tokens
     ],
 )
-def test_only_the_likeliest_tokens_are_drawn_as_in_transformers(
-    options: dict[str, Any], kept: list[int]
-) -> None:
+def test_tokens_are_drawn_as_often_as_transformers_would(options: dict[str, Any]) -> None:
     logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
-    probabilities = logits
+    expected = logits
     warpers = {"temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper}
     for name, warper in warpers.items():
         if name in options:
-            probabilities = warper(options[name])(torch.zeros(1, 1, dtype=torch.long), probabilities)
-    probabilities = probabilities.softmax(-1)[0]
-    assert probabilities.nonzero().flatten().tolist() == kept
-    counts = next_token(logits.expand(20_000, -1), do_sample=True, **options).flatten().bincount(minlength=4)
-    for count, probability in zip(counts.tolist(), probabilities.tolist(), strict=True):
-        # Five standard deviations; without one of the options some count is at least 15 away.
-        assert abs(count - 20_000 * probability) <= 5 * math.sqrt(20_000 * probability * (1 - probability))
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_options_out_of_range_are_rejected(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
-        next_token(torch.zeros(1, 4), do_sample=True, **options)
+            expected = warper(options[name])(torch.zeros(1, 1, dtype=torch.long), expected)
+    drawn = next_token(logits.expand(20_000, -1), do_sample=True, **options).flatten()
+    # Four standard deviations; without one of the options some share is at least 0.1 away.
+    shares = drawn.bincount(minlength=4) / 20_000
+    torch.testing.assert_close(shares, expected.softmax(-1)[0], rtol=0.0, atol=0.015)
 
 
 def test_a_fit_and_its_checkpoint_load_without_pickle(tmp_path: Path) -> None:
@@ -171,16 +153,11 @@ def test_a_fit_and_its_checkpoint_load_without_pickle(tmp_path: Path) -> None:
         assert not torch.equal(begun[name], tensor), f"{name} did not move"
 
 
-def test_a_sequence_longer_than_the_context_and_an_empty_prompt_are_refused() -> None:
-    with pytest.raises(ValueError, match="13 tokens are longer than context_length=12"):
-        make_gpt()(draw_tokens(1, 13))
-    with pytest.raises(ValueError, match="empty"):
-        make_gpt().generate(draw_tokens(1, 0), max_new_tokens=1)
-
-
 @pytest.mark.parametrize("key", ["vocab_size", "context_length"])
-def test_data_with_more_tokens_or_longer_rows_are_rejected(key: str) -> None:
+def test_data_with_more_tokens_or_longer_rows_is_rejected(key: str) -> None:
     model = GPT(vocab_size=10, context_length=10, d_model=16, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="context_length=10"):
+        model(torch.zeros(1, 11, dtype=torch.long))
     model.check_data(SimpleNamespace(**{key: 10}))
     with pytest.raises(ValueError, match=f"model.{key}=11"):
         model.check_data(SimpleNamespace(**{key: 11}))

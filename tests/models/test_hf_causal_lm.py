@@ -1,4 +1,4 @@
-"""HFCausalLM: transformers' own loss, documents that keep apart, what is read, refused and saved."""
+"""HFCausalLM: transformers' own loss, isolated documents, loading, rejected folders, and checkpoints."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def packed() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-@pytest.mark.parametrize("form", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("form", ["padded", "packed"])
 def test_the_loss_is_that_of_transformers(tiny_llama: Path, form: str) -> None:
     model = make(tiny_llama)
     batch = packed() if form == "packed" else draw_batch()
@@ -111,13 +111,13 @@ def test_a_batch_without_targets_has_no_weight_and_no_gradient(tiny_llama: Path)
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_a_model_that_sees_other_documents_refuses_packed_rows(tmp_path: Path) -> None:
+def test_a_model_without_document_isolation_rejects_packed_rows(tmp_path: Path) -> None:
     from transformers import BloomConfig
 
     BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path / "bloom")
     model = make(tmp_path / "bloom", pretrained=False)
     assert model.isolates_documents is False
-    with pytest.raises(ValueError, match=r"BloomForCausalLM lets a document .*\n  try: data.packing=false"):
+    with pytest.raises(ValueError, match=r"data\.packing=false"):
         step_of(model, packed())
     assert step_of(model, draw_batch())["loss"] > 0
 
@@ -147,7 +147,6 @@ def test_the_weights_are_those_of_the_files_and_are_read_once(tiny_llama: Path) 
     read.configure_model()
     assert read.model is built
     assert all(module.training for module in built.modules())
-    assert read._attention == "sdpa"
     assert is_equal({name: built.get_parameter(name) for name in stored}, stored)
     assert not torch.equal(drawn.model.lm_head.weight, built.lm_head.weight)
 
@@ -166,36 +165,20 @@ def test_drawn_weights_depend_on_the_seed_at_construction_alone(tiny_llama: Path
     assert torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
 
 
-@pytest.mark.parametrize("pretrained", [True, False])
-def test_under_the_meta_device_only_what_is_read_has_values(tiny_llama: Path, *, pretrained: bool) -> None:
-    model = HFCausalLM(name=str(tiny_llama), pretrained=pretrained)
-    with torch.device("meta"):
-        model.configure_model()
-    assert {p.device.type for p in model.parameters()} == {"cpu" if pretrained else "meta"}
-
-
-@pytest.mark.parametrize("pretrained", [True, False])
 @pytest.mark.parametrize(
-    ("keywords", "rows"),
-    [({"vocab_size": 280}, 280), ({"pad_to_multiple_of": 64}, 320), ({"vocab_size": 100}, 272)],
+    ("keywords", "rows"), [({"pad_to_multiple_of": 64}, 320), ({"vocab_size": 100}, 272)]
 )
-def test_the_embedding_grows_and_never_shrinks(
-    tiny_llama: Path, keywords: dict[str, int], rows: int, *, pretrained: bool
-) -> None:
-    model = make(tiny_llama, pretrained=pretrained, **keywords)
+def test_the_embedding_grows_and_never_shrinks(tiny_llama: Path, keywords: dict[str, int], rows: int) -> None:
+    model, tokens = make(tiny_llama, **keywords), torch.tensor([[1, 2, 3]])
     assert model.model.get_input_embeddings().num_embeddings == rows
-    logits = model(torch.tensor([[1, 2, 3]]))
-    assert logits.shape == (1, 3, rows)
-    if pretrained:
-        torch.testing.assert_close(logits[..., :272], make(tiny_llama)(torch.tensor([[1, 2, 3]])))
+    torch.testing.assert_close(model(tokens)[..., :272], make(tiny_llama)(tokens))
 
 
-def test_numbers_and_files_formats_are_taken(tiny_llama: Path, tmp_path: Path) -> None:
-    assert make(tiny_llama, dtype="bfloat16").model.dtype == torch.bfloat16
+def test_a_model_is_loaded_in_the_given_dtype_or_that_of_its_file(tiny_llama: Path, tmp_path: Path) -> None:
     make(tiny_llama, dtype="bfloat16").model.save_pretrained(tmp_path / "half")
-    assert make(tmp_path / "half", dtype="auto").model.dtype == torch.bfloat16
     assert make(tmp_path / "half").model.dtype == torch.float32
     half = make(tmp_path / "half", dtype="auto")
+    assert half.model.dtype == torch.bfloat16
     batch = draw_batch()
     targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     expected = F.cross_entropy(half(batch["input_ids"]).float().flatten(0, 1), targets.flatten())
@@ -203,68 +186,45 @@ def test_numbers_and_files_formats_are_taken(tiny_llama: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("prepare", "changed", "message"),
+    ("prepare", "changed"),
     [
-        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), {}, "a pickle .pytorch_model"),
-        (lambda f: (f / "model.safetensors").unlink(), {}, r"has no \*.safetensors\n  try: model.pretr"),
-        (lambda f: (f / "config.json").unlink(), {}, r"cannot be loaded: .*config.json"),
-        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), {}, "an adapter, .*: name the"),
-        (lambda f: (f / "adapter_config.json").write_text("{}"), {}, "an adapter, .*: name the model"),
-        (lambda f: (f / "config.json").write_text("{"), {}, "not a valid JSON"),
-        (bool, {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "needs custom code"),
-        (bool, {"model_type": "mine"}, "cannot be loaded"),
-        (bool, {"model_type": "vit"}, "is a vit: transformers has no causal language model"),
-        (bool, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "has quantized weights"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), {}),  # a pickle
+        (lambda f: (f / "config.json").unlink(), {}),
+        (lambda f: (f / "adapter_config.json").write_text("{}"), {}),
+        (bool, {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}),
+        (bool, {"model_type": "vit"}),
+        (bool, {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ],
+    ids=["pickle", "no config", "adapter", "code of its own", "no language model", "quantized"],
 )
-def test_folders_that_cannot_be_read_or_built_are_refused(
-    tiny_llama: Path, tmp_path: Path, prepare: Any, changed: dict[str, Any], message: str
+def test_a_folder_that_cannot_be_loaded_is_rejected_by_name(
+    tiny_llama: Path, tmp_path: Path, prepare: Any, changed: dict[str, Any]
 ) -> None:
     folder = copy_of(tiny_llama, tmp_path / "model", **changed)
     prepare(folder)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=str(folder)):
         HFCausalLM(name=str(folder))
-    assert str(folder) in str(caught.value)
 
 
-def test_code_beside_weights_is_never_run(tiny_llama: Path, tmp_path: Path) -> None:
+def test_code_next_to_weights_is_never_run(tiny_llama: Path, tmp_path: Path) -> None:
     auto_map = {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Mine"}
     folder = copy_of(tiny_llama, tmp_path / "model", auto_map=auto_map)
     assert type(make(folder).model).__module__.startswith("transformers.models.llama")
 
 
-def test_a_name_that_is_not_here_is_refused_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub.constants
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"name='nowhere/at-all' is neither a folder .*\n  try: a folder"):
-        HFCausalLM(name="nowhere/at-all")
-
-
-def test_data_with_more_tokens_than_rows_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+def test_data_with_more_tokens_than_the_embedding_is_rejected(tiny_llama: Path, tmp_path: Path) -> None:
     folder = copy_of(tiny_llama, tmp_path / "small", vocab_size=200)
     (tmp_path / "a.txt").write_text("abc")
     data = Text(paths=str(tmp_path / "a.txt"), val_fraction=0.0, cache_dir=str(tmp_path / "cache"))
     model = HFCausalLM(name=str(folder), pretrained=False)
-    with pytest.raises(ValueError, match=r"257 tokens, but .* 200 rows\n  try: model.vocab_size=257"):
+    with pytest.raises(ValueError, match=r"model\.vocab_size=257"):
         fit(model, loader=data)
-
-
-@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
-def test_the_share_of_padding_is_a_metric(tiny_llama: Path, tmp_path: Path) -> None:
-    for index in range(4):
-        (tmp_path / f"{index}.txt").write_text("abc" * 4)
-    data = Text(paths=str(tmp_path), context_length=16, val_fraction=0.0, cache_dir=str(tmp_path / "cache"))
-    trainer = fit(HFCausalLM(name=str(tiny_llama)), loader=data, max_steps=1)
-    assert trainer.callback_metrics["padding_fraction"] == pytest.approx(3 / 16)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True, "temperature": 3.0, "top_k": 9, "top_p": 0.8, "eos_token_id": 5}]
 )
-def test_text_is_that_of_transformers_and_the_random_state_is_restored(
+def test_generated_text_is_transformers_and_the_random_state_is_restored(
     options: dict[str, Any], tiny_llama: Path
 ) -> None:
     model, prompt = make(tiny_llama).eval(), [5, 6, 7, 8]

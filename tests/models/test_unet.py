@@ -1,4 +1,4 @@
-"""The U-Net: its formula, how far a pixel reaches, its first weights and its sizes."""
+"""The U-Net: its formula, its receptive field and its sizes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from lightning_eff.models.unet import ChannelNorm, UNet
+from lightning_eff.models.unet import UNet
 
 
 def make_unet(**keywords: Any) -> UNet:
@@ -46,36 +45,7 @@ def test_a_pixel_depends_on_pixels_near_it_alone(norm: bool) -> None:
     assert rows.min() <= 80 <= rows.max()
 
 
-def test_norm_is_over_the_channels_of_a_pixel() -> None:
-    norm, x = ChannelNorm(4), torch.randn(2, 4, 3, 5)
-    y = norm(x)
-    assert y.shape == x.shape
-    torch.testing.assert_close(y[1, :, 2, 3], F.layer_norm(x[1, :, 2, 3], (4,)))
-
-
-def test_the_mean_square_is_kept_up_to_the_head_and_the_first_logits_are_small() -> None:
-    torch.manual_seed(0)
-    model, x = UNet(channels=32), torch.randn(2, 3, 32, 32)
-    assert model(x).detach().square().mean() < 0.1
-    model.head = nn.Identity()
-    assert 0.1 < model(x).detach().square().mean() < 10
-    for layer in model.modules():
-        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
-            layer.reset_parameters()
-            nn.init.zeros_(layer.bias)
-    assert model(x).detach().square().mean() < 1e-4, "PyTorch's own first weights"
-
-
-@pytest.mark.parametrize("size", [(8, 8), (4, 12)])
-def test_every_pixel_gets_logits(size: tuple[int, int]) -> None:
-    assert make_unet()(torch.zeros(5, 3, *size)).shape == (5, 2, *size)
-    with pytest.raises(ValueError, match=r"images of 6 x 8 pixels: both must be multiples of 4"):
+def test_every_pixel_gets_logits() -> None:
+    assert make_unet()(torch.zeros(5, 3, 4, 12)).shape == (5, 2, 4, 12)
+    with pytest.raises(ValueError, match="6 x 8"):
         make_unet()(torch.zeros(1, 3, 6, 8))
-    with pytest.raises(ValueError, match="num_levels=0 must be at least 1"):
-        make_unet(num_levels=0)
-
-
-def test_the_loss_of_a_low_format_is_float32_and_a_float64_models_float64() -> None:
-    masks = torch.zeros(2, 4, 4, dtype=torch.int64)
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        assert make_unet().loss(torch.randn(2, 2, 4, 4, dtype=dtype), masks).dtype == expected

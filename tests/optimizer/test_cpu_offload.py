@@ -1,4 +1,4 @@
-"""CpuOffload: exact, its state stays on the host, and what others write to a parameter is not lost."""
+"""CpuOffload: its state stays on the host, and writes of others to a parameter are kept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_others_write_to_a_parameter_is_where_the_next_step_begins() -> Non
 
 
 @pytest.mark.filterwarnings("default:CpuOffload does nothing here")
-def test_on_the_cpu_it_says_once_that_there_is_nothing_to_offload() -> None:
+def test_on_a_cpu_it_warns_once_that_there_is_nothing_to_offload() -> None:
     layer = nn.Linear(2, 2)
     optimizer = CpuOffload(layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()

