@@ -1,0 +1,302 @@
+"""The messages that users read, word for word: `tests/messages.md` has a heading for each situation.
+
+The headings are commands and Python that end with a message; the text below each is compared. After a change
+of wording, or with a new heading, `python -m tests.test_messages` writes the texts; then read the diff.
+Other tests match an error's class and key only. Each command also keeps the promise for wrong settings: exit
+code 2, at most five lines, no traceback, no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import re
+import shlex
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import lightning_eff
+from lightning_eff import cli
+from lightning_eff.checkpoint_io.durable import Durable
+from lightning_eff.config import ckpt_path, loggers, resolution
+from lightning_eff.config.composition import compose_recipe
+from lightning_eff.core.errors import NoEffectWarning, Remedy, keep_overrides
+from lightning_eff.core.rules import LIBRARY_RULES, RuleFinding
+from lightning_eff.core.technique import Facts, Rule
+from lightning_eff.core.text import human_bytes
+from lightning_eff.launch import job
+from lightning_eff.launch.ranks import first_failure
+from lightning_eff.models.gpt import GPT
+from lightning_eff.planner.advice import Advice, Saving
+from lightning_eff.planner.forecast import DeviceMemory, MemoryForecast
+from lightning_eff.planner.longest import LongestSequence
+from lightning_eff.planner.printing import advice_text, forecast_text, longest_text
+from lightning_eff.prediction.predict import Prediction, predict_step
+from lightning_eff.report.display import report_text
+from tests.support.models import Net, make_loader, make_trainer
+from tests.support.reports import make_report
+from tests.support.techniques import ROOT, TECHNIQUES, class_of
+
+MESSAGES = Path(__file__).parent / "messages.md"
+Messages = Iterable[tuple[str, str]]
+"""Headings and texts."""
+TOP = "defaults: [lm, _self_]\n"
+RECIPES: dict[str, str | bytes] = {
+    "tab": f"{TOP}trainer:\n\tmax_steps: 2\n",
+    "duplicate": f"{TOP}seed: 1\nseed: 2\n",
+    "nul": f"{TOP}seed: 1\0\n",
+    "latin": f"{TOP}output_root: café\n".encode("latin-1"),
+    "tag": f"{TOP}seed: !!python/object/apply:os.system ['touch touched']\n",
+    "alias": f"{TOP}trainer: &a\n  x: *a\n",
+    "nested": f"{TOP}seed: {'[' * 3000}{']' * 3000}\n",
+    "digits": f"{TOP}seed: {'1' * 5000}\n",
+    "hex": f"{TOP}seed: 0x_\n",
+    "keys": f"{TOP}? [a, b]\n: 1\n",
+    "base60": f"{TOP}seed: 1:30\n",
+    "control": f'{TOP}tags: ["\\e[2J"]\n',
+    "right_to_left": f"{TOP}see\u202ed: 3\n",
+    "two_documents": f"{TOP}---\nseed: 3\n",
+    "itself": "defaults: [itself]\n",
+    "seven": "# a recipe\ndefaults: 7\n",
+    "entry": "defaults:\n  - lm\n  - 7\n",
+    "listed": "defaults:\n  - {model: [7]}\n",
+    "empty": "",
+    "no_root": "seed: 1\n",
+    "variable": f"{TOP}output_root: ${{oc.env:NO_SUCH_VARIABLE}}\n",
+    "infinite": f"{TOP}seed: ${{seed}}\n",
+    "long": f"defaults: [{'a' * 5000}]\n",
+    "no_recipe": "defaults: [baselin, _self_]\n",
+    "no_option": "defaults:\n  - lm\n  - override precision: atuo\n",
+    "two_recipes": "defaults: [lm, baseline]\n",
+    "two_options": "defaults:\n  - baseline\n  - data: text\n",
+    "unread": f"{TOP}x: {{a: 1}}\n",
+}
+"""Recipes that cannot be read or composed."""
+FILES: dict[str, str | bytes] = {f"mine/{name}.yaml": content for name, content in RECIPES.items()} | {
+    "there.yaml": "a: 1\n",
+    "own.yaml": TOP,
+    "broken.py": "import module_that_is_missing\n",
+    "unknown.json": '{"colour": 1, "taste": 2}',
+    "mine/old.yml": TOP,
+    "text.ckpt": "no checkpoint",
+}
+VERSION = {"pytorch-lightning_version": "2.6.6"}
+CHECKPOINTS: dict[str, Any] = {
+    "damaged": VERSION,
+    "other": {"step": 1},
+    "adapter": VERSION | {"peft_adapter": {}},
+    "finished": VERSION | {"global_step": 2, "epoch": 0},
+    "runs/run/checkpoints/step-2": VERSION,
+}
+REQUIRED: dict[str, dict[str, Any]] = {
+    "callbacks/optimizer_choice": {"optimizer": SGD},
+    "callbacks/gradient_accumulation": {"global_batch_size": 8},
+}
+VARIANTS = """GradientCheckpointing(policy="budget") GradientCheckpointing(policy="selective")
+    TorchCompile(mode="reduce-overhead") TorchCompile(target="forward") MicroBatch(micro_batch_size="auto")
+    Float8(all_gather=True) DeepSpeedZero(stage=3) AutoPrecision(precision="bf16-mixed")"""
+"""Techniques with more rules than by default."""
+
+
+class Bare(Net):
+    """Has no layer that a technique could change, and a part that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.first, self.second, self.norm
+        self.scale, self.unused = nn.Parameter(torch.ones(8, 3)), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(-1).mul(self.scale).sum(1)
+
+
+@functools.cache
+def names() -> dict[str, Any]:
+    """Return what the headings in Python may use."""
+    public = {name: getattr(lightning_eff, name) for name in lightning_eff.__all__}
+    own = {"weights": [torch.zeros(2, 2, requires_grad=True)], "trainer": make_trainer(max_steps=2)}
+    own |= {"partial": functools.partial, "torch": torch, "GPT": GPT}
+    return vars(job) | vars(ckpt_path) | public | own
+
+
+def of_commands(headings: Iterable[str]) -> Messages:
+    for line in headings:
+        yield line, answer(*shlex.split(line)[1:])
+
+
+def answer(*words: str) -> str:
+    """Return exit code and error of a command that fails."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch("sys.stdin", None),
+        mock.patch(
+            "lightning_eff.planner.forecast._predict", return_value=Prediction(reason="not asked for")
+        ),
+    ):
+        code = cli.main(words)
+    lines = err.getvalue().partition("error: ")[2].splitlines()
+    assert code, words
+    assert 0 < len(lines) <= cli.MAX_ERROR_LINES, (words, err.getvalue())
+    assert "Traceback" not in err.getvalue()
+    assert words[0] == "plan" or not out.getvalue(), words
+    assert not Path("outputs").exists(), words
+    assert not Path("touched").exists(), words
+    return "\n".join([f"exit {code}", f"error: {lines[0]}", *lines[1:]])
+
+
+def of_recipes(_: Iterable[str]) -> Messages:
+    for name in RECIPES:
+        yield name, answer("train", name, "--config-dir", "mine")
+
+
+def of_python(headings: Iterable[str]) -> Messages:
+    found: list[tuple[str, str]] = []  # no generator: `keep_overrides` below would end before it begins
+    for expression in headings:
+        with pytest.raises(Exception) as raised:  # noqa: PT011 - the text has its class
+            eval(expression, names())
+        found.append((expression, f"{type(raised.value).__name__}: {raised.value}"))
+    return found
+
+
+def of_rules(_: Iterable[str]) -> Messages:
+    """Yield each rule once, with its remedies for a recipe and, after `or`, for a script."""
+    stated: list[tuple[str, Facts]] = []
+    for name in TECHNIQUES:
+        kind: Any = class_of(name)
+        made = kind if name.startswith(("optimizer/", "scheduler/")) else kind(**REQUIRED.get(name, {}))
+        stated += [(name, made.facts())] if hasattr(made, "facts") else []
+    stated += [(text, eval(text, names()).facts()) for text in re.findall(r"\S+\(.*?\)", VARIANTS)]
+    stated += LIBRARY_RULES.items()
+    shown: set[tuple[str, str]] = set()
+    for technique, facts in stated:
+        for rule in (*facts.needs, *facts.excludes):
+            text = rule_text(technique.partition("(")[0], rule, rule.name if rule in facts.excludes else "")
+            if (rule.name, rule.reason) not in shown:
+                yield f"{technique}: {rule.name}", f"{rule.verdict.value}\n{text}"
+            shown.add((rule.name, rule.reason))
+
+
+def rule_text(technique: str, rule: Rule, found: str) -> str:
+    with keep_overrides():
+        text = str(RuleFinding(technique=technique, rule=rule, found=found))
+    scripts = [each.python for each in rule.remedies[:3] if isinstance(each, Remedy)]
+    return "\n".join([text, *(f"  or: {each}" for each in scripts)])
+
+
+def of_warnings(headings: Iterable[str]) -> Messages:
+    """Yield the warnings of techniques that had no effect, from one step of training."""
+    for expression in headings:
+        technique = eval(expression, names())
+        slot = "plugins" if isinstance(technique, Precision) else "callbacks"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(**{slot: [technique]}, max_steps=1).fit(Bare(), make_loader())
+        assert not technique.outcome().effective
+        yield expression, "\n".join(str(each.message) for each in caught if each.category is NoEffectWarning)
+
+
+def of_others(_: Iterable[str]) -> Messages:
+    with mock.patch.dict(os.environ, PATH="", CXX=""):
+        yield "no compiler", answer("plan", "fast", "trainer.accelerator=cpu")
+    with mock.patch.object(loggers, "_is_installed", return_value=False):
+        yield "no package", answer("train", "lm", "+logger=wandb")
+    with mock.patch.object(resolution.log, "warning") as noticed:
+        for words in (["optimizer=module"], ["model._target_=lightning_eff.models.cnn.CNN"]):
+            compose_recipe("baseline", words)
+    yield "settings left out", "\n".join(call.args[0] % call.args[1:] for call in noticed.call_args_list)
+    for verb in ("train", "tune", "plan"):
+        yield f"{verb} is stopped", cli._error_lines(KeyboardInterrupt(), [verb])[0]
+    killed = first_failure([1, -9], [Path("none"), Path("none")], Path("run"))
+    yield "a rank is killed", str(killed)
+    alone = [Saving(("+callbacks=tiled_loss",), 2**20, 2**21, 1.03, "new peak: backward")]
+    alone += [Saving(("precision=auto",), -1024, 2**22, None, "saves nothing here")]
+    alone += [Saving(("+callbacks=tiled_mlp",), why="not predicted: no MLP")]
+    yield "advice", advice_text(Advice(alone, alone[:1], ("+callbacks=tiled_loss",), 2**21, fits=False))
+    yield "advice for a batch that fits", advice_text(Advice(unfinished=True))
+    linear = predict_step(
+        nn.Linear(8, 8), torch.ones(4, 8), lambda net, x: net(x).sum(), functools.partial(SGD, lr=0.1)
+    )
+    for free in (2**35, 2**20):
+        memory = DeviceMemory("RTX 4090", free, is_cuda=True)
+        yield f"a forecast on {human_bytes(free)}", forecast_text(MemoryForecast(linear, memory))
+    yield "the longest sequence", longest_text(LongestSequence("H100", 8192, 9216, 2**36, 2**30))
+    yield "no longest sequence", longest_text(LongestSequence("H100", reason="the recipe has no length"))
+    yield "a report", report_text(make_report(tags=["dev"]))
+    yield "a stopped run", report_text(make_report(status="stopped", ledger=[]))
+
+
+PRODUCERS: dict[str, Callable[[Iterable[str]], Messages]] = {
+    "Commands": of_commands,
+    "Settings": of_commands,
+    "Conflicts": of_commands,
+    "Recipes": of_recipes,
+    "Arguments": of_python,
+    "Launchers": keep_overrides()(of_python),
+    "Checkpoints": keep_overrides()(of_python),
+    "Rules": of_rules,
+    "No effect": of_warnings,
+    "Other texts": of_others,
+}
+
+
+def sections() -> dict[str, str]:
+    """Return the file's sections by their title."""
+    _, *found = re.split(r"^## ", MESSAGES.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {text.partition("\n")[0]: text.strip() for text in found}
+
+
+def written(title: str, text: str) -> str:
+    """Return a section with its texts of today, produced in the current folder."""
+    for name, content in FILES.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    for name, state in CHECKPOINTS.items():
+        Durable().save_checkpoint(state, f"{name}.ckpt")
+    content = Path("damaged.ckpt").read_bytes()
+    Path("damaged.ckpt").write_bytes(content[:200] + bytes(60) + content[260:])
+    torch.save({"x": Path("touched")}, "objects.ckpt")
+    about = text.split("\n\n")[1]
+    with warnings.catch_warnings(), mock.patch("sys.path", [str(Path.cwd()), *os.sys.path]):
+        warnings.simplefilter("ignore")
+        messages = [*PRODUCERS[title](re.findall(r"^### `(.*)`$", text, re.MULTILINE))]
+    folders = {str(Path.cwd()): "FOLDER", str(ROOT): "REPOSITORY"}
+    parts = [f"{title}\n\n{about}"]
+    for heading, message in messages:
+        assert message, heading
+        for folder, name in folders.items():
+            message = message.replace(folder, name)  # noqa: PLW2901
+        parts.append(f"### `{heading}`\n\n```text\n{message.rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+@pytest.mark.parametrize("title", PRODUCERS)
+def test_users_read_what_the_file_says(title: str, empty_folder: Path) -> None:
+    text = sections()[title]
+    assert written(title, text) == text, "if this is better: python -m tests.test_messages"
+
+
+def main() -> None:
+    """Write the texts of today below the headings."""
+    texts = [MESSAGES.read_text(encoding="utf-8").partition("\n## ")[0].strip()]
+    for title, text in sections().items():
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            texts.append(f"## {written(title, text)}")
+    MESSAGES.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
