@@ -69,6 +69,8 @@ RECIPES: dict[str, str | bytes] = {
     "right_to_left": f"{TOP}see\u202ed: 3\n",
     "two_documents": f"{TOP}---\nseed: 3\n",
     "itself": "defaults: [itself]\n",
+    "circle": "defaults: [lm, other]\n",
+    "option": "defaults: [lm, override logger: circle]\n",
     "seven": "# a recipe\ndefaults: 7\n",
     "entry": "defaults:\n  - lm\n  - 7\n",
     "listed": "defaults:\n  - {model: [7]}\n",
@@ -90,6 +92,11 @@ FILES: dict[str, str | bytes] = {f"mine/{name}.yaml": content for name, content 
     "broken.py": "import module_that_is_missing\n",
     "unknown.json": '{"colour": 1, "taste": 2}',
     "mine/old.yml": TOP,
+    "mine/other.yaml": "defaults: [circle]\n",
+    "mine/logger/circle.yaml": "defaults: [circle]\n",
+    "mine/logger/bare.yaml": "_target_: lightning.pytorch.loggers.CSVLogger\nsave_dir: outputs\n",
+    "mine/callbacks/bare.yaml": "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\n",
+    "mine/experiment/bare.yaml": "seed: 5\n",
     "text.ckpt": "no checkpoint",
 }
 VERSION = {"pytorch-lightning_version": "2.6.6"}
@@ -206,7 +213,7 @@ def of_warnings(headings: Iterable[str]) -> Messages:
             warnings.simplefilter("always")
             make_trainer(**{slot: [technique]}, max_steps=1).fit(Bare(), make_loader())
         assert not technique.outcome().effective
-        yield expression, "\n".join(str(each.message) for each in caught if each.category is NoEffectWarning)
+        yield expression, "\n".join(str(each.message) for each in caught if issubclass(each.category, NoEffectWarning))
 
 
 def of_others(_: Iterable[str]) -> Messages:
