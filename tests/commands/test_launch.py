@@ -88,24 +88,6 @@ def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts
     assert "ckpt_path=auto" not in script
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["slurm", "zero2", "trainer.devices=2", "--gpus", "8"], "trainer.devices=2"),
-        (["k8s", "lm", "launch=ray"], "launch='ray'"),
-        (["k8s", "lm", "output_root=runs"], "output_root='runs'"),
-        (["slurm", "lm", "--claim", "runs"], "--claim"),
-        (["slurm", "zero2", "--nodes", "2", "--gpus", "8"], "try: data.batch_size=1\n"),
-        (["pbs", "lm"], "'pbs'"),
-        (["slurm"], "expected a recipe"),
-    ],
-)
-def test_what_cannot_be_started_is_refused(command: Command, words: list[str], key: str) -> None:
-    found, out, err = command("launch", *words)
-    assert (found, out) == (2, "")
-    assert key in err
-
-
 @pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (143, False), (0, False)])
 def test_a_job_is_requeued_when_slurm_has_stopped_it(
     code: int, is_requeued: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
