@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,103 +16,51 @@ import pytest
 from hypothesis import example, given, strategies
 from lightning.pytorch import Trainer
 
-from lightning_eff.commands import plan
 from lightning_eff.commands._completion import complete
-from lightning_eff.commands._migration.engine import CONVERSIONS, _target
-from lightning_eff.commands._migration.tables import Row, filled, quoted, read_table, tools
+from lightning_eff.commands._migration.engine import CONVERSIONS
+from lightning_eff.commands._migration.tables import Row, quoted, read_table, tools
 from lightning_eff.commands._parser import build
 from lightning_eff.commands.migrate import _lines, migration
-from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
-from lightning_eff.core.errors import EnvironmentLacksError, UsageError
+from lightning_eff.config.validate import RUN_KEYS
+from lightning_eff.core.catalog import CONF, RECIPES, parameter_keys
+from lightning_eff.core.errors import UsageError
 from tests.support.command_line import Command
 from tests.support.pages import DOCS
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 PAGES = {path.stem: path.read_text() for path in sorted((DOCS / "migration").glob("*.md"))}
-NEEDS = {
-    "callbacks.peft_adapter": "+callbacks=peft_adapter", "callbacks.data_preload": "+callbacks=data_preload",
-    "callbacks.torch_compile": "+callbacks=torch_compile", "logger.wandb": "+logger=wandb",
-    "callbacks.gradient_accumulation": "+callbacks=gradient_accumulation", "precision.tf32": "precision=fp32",
-    "precision.recipe": "precision=float8", "precision.all_gather": "precision=float8",
-    "precision.quant_type": "precision=quantized_base", "precision.double_quant": "precision=quantized_base",
-    "strategy.config": "strategy=deepspeed_zero", "strategy.offload": "strategy=deepspeed_zero",
-    "optimizer.momentum": "optimizer=sgd", "scheduler": "scheduler=cosine", "optimizer": "optimizer=adamw",
-}  # fmt: skip
-"""What a key needs if its row does not choose it."""
-FLAGS = """deterministic benchmark inference_mode use_distributed_sampler detect_anomaly fast_dev_run
-    barebones sync_batchnorm enable_model_summary enable_autolog_hparams ddp_broadcast_buffers
-    ddp_static_graph packing sample_packing use_bnb_nested_quant bnb_config_kwargs.bnb_4bit_use_double_quant
-    peft_init_lora_weights tf32"""
-VALUES = {
-    "max_time": "00:01:00:00", "callbacks.Timer.duration": "00:01:00:00", "profiler": "simple",
-    "gradient_clip_algorithm": "norm", "accelerator": "cpu", "optimizer.params.betas": [0.9, 0.99],
-    "lora_alpha_pattern": {"q_proj": 8}, "lora_rank_pattern": {"q_proj": 8},
-    "peft_autocast_adapter_dtype": False,
-    "torch_compile_mode": "default", "torch_compile_backend": "eager", "dynamo_config.dynamo_mode": "default",
-    "ddp_backend": "gloo", "lora_target_modules": ["q_proj"], "lora_modules_to_save": ["head"],
-    "attn_implementation": "sdpa", "dtype": "bfloat16", "torch_dtype": "bfloat16", "ckpt_path": "last",
-    "bnb_4bit_quant_type": "fp4", "bnb_config_kwargs.bnb_4bit_quant_type": "fp4",
-    "peft_layers_to_transform": [0],
-    "optimizer.class_path": "torch.optim.Adagrad", "model.class_path": "lightning_eff.models.cnn.CNN",
-    "data.class_path": "lightning_eff.data.digits.Digits", "transformer_layer_cls_to_wrap": ["Block"],
-    "fsdp_transformer_layer_cls_to_wrap": ["Block"], **dict.fromkeys(FLAGS.split(), True),
-}  # fmt: skip
-"""Values of keys that take no 0.5."""
-ARGUMENTS = {
-    "model.init_args.*": "channels", "data.init_args.*": "num_workers", "optimizer.init_args.*": "lr",
-    "strategy.DDPStrategy.*": "bucket_cap_mb", "callbacks.ModelCheckpoint.*": "every_n_epochs",
-    "logger.CometLogger.*": "project", "logger.MLFlowLogger.*": "experiment_name",
-    "zero_optimization.*": "reduce_bucket_size", "zero_optimization.offload_optimizer.*": "buffer_count",
-    "zero_optimization.offload_param.*": "buffer_count",
-}  # fmt: skip
-"""Names for the `*` of a row."""
+OF_LIBRARIES = ("strategy", "monitors.model_checkpoint", "logger.wandb")
+"""Options whose class takes more arguments than its YAML has."""
 
 
-def proposals(key: str, row: Row) -> Iterator[list[str]]:
-    """Yield the overrides of a row for each of its values, with what they need."""
-    key = key.removeprefix("trainer.").removeprefix("fsdp_config.")
-    name = ARGUMENTS.get(key, "name" if key.endswith("*") else key.rpartition(".")[2])
-    for value, words in {"*": row.ours}.items() if isinstance(row.ours, str) else row.ours.items():
-        if not words or words.startswith("!") or "~" in words or "recipe=" in words:
-            continue  # removals and other recipes are composed with whole files
-        usual = 4 if "{inverse}" in words else 2 if "{whole}" in words or "{value}" in words else 0.5
-        usual = "x" if key.startswith("logger.") else usual
-        sample = VALUES.get(key, usual) if value == "*" else value
-        found = [filled(word, sample, name) for word in words.split()]
-        targets = {_target(word) for word in found}
-        for begin, need in NEEDS.items():
-            if any(f"{target}.".startswith((f"{begin}.", begin + "_")) for target in targets):
-                found += [need] if _target(need) not in targets else []
-                targets.add(_target(need))
-        yield [*found, *([row.needs] if row.needs else [])]
-
-
-def fits(own: dict[str, str], pack: dict[str, str]) -> bool:
-    """Return whether overrides can be composed together: the same options and no other class's arguments."""
-    names = "".join(f" {name}" for name in (*own, *pack))
-    if " logger " in f"{names} " and " logger." in names:
-        return False
-    classes = {each.get("optimizer._target_") for each in (own, pack) if "optimizer" in each}
-    return len(classes) < 2 and all(pack.get(name, word) == word for name, word in own.items())
+def override_words(row: Row) -> list[str]:
+    """Return the overrides of a row for any of its values."""
+    texts = row.ours.values() if isinstance(row.ours, Mapping) else [row.ours]
+    return " ".join(text for text in texts if not text.startswith("!")).split()
 
 
 @pytest.mark.parametrize("tool", tools())
-def test_all_rows_of_a_table_compose(tool: str) -> None:
-    packs: list[dict[str, str]] = [{}]
+def test_every_row_names_options_and_parameters_that_exist(tool: str) -> None:
+    known = {
+        *parameter_keys(),
+        *RUN_KEYS,
+        *(f"trainer.{key}" for key in inspect.signature(Trainer).parameters),
+    }
     for key, row in read_table(tool).rows.items():
         assert any((row.ours, row.same, row.lacks, row.convert)), key
         assert row.convert.partition(".")[0] in ("", *(each.__name__ for each in CONVERSIONS)), key
-        for words in proposals(key, row):
-            own = {_target(word): word for word in words}
-            pack = next((pack for pack in packs if fits(own, pack)), None)
-            if pack is None:
-                packs.append(pack := {})
-            pack |= own
-    for pack in packs:
-        words = [*([] if tool == "lightning" else ["model.name=NAME"]), *pack.values()]
-        with contextlib.suppress(EnvironmentLacksError):  # of a logger's package, after all other checks
-            compose_recipe(read_table(tool).recipe, list(dict.fromkeys(words)))
+        for word in override_words(row):
+            path, _, value = word.lstrip("+").partition("=")
+            parent = path.rpartition(".")[0]
+            if path == "recipe":
+                assert (RECIPES / f"{value}.yaml").is_file(), word
+            elif path.startswith("~"):
+                assert (CONF / f"{path[1:].replace('.', '/')}.yaml").is_file(), word
+            elif (CONF / path).is_dir():
+                assert (CONF / path / f"{value}.yaml").is_file(), word
+            elif parent not in OF_LIBRARIES and not path.endswith(("._target_", ".{key}")):
+                assert path in known or parent in known, word  # the second: one of PEFT's options
 
 
 def test_the_tables_have_the_arguments_of_the_tools_with_their_defaults() -> None:
@@ -241,17 +188,13 @@ CHECKPOINTING = {"gradient_checkpointing": False, "fsdp_config": {"activation_ch
         (ARGS | {"deepspeed": "lost.json"}, "strategy=deepspeed_zero", "deepspeed"),
     ],
 )  # fmt: skip
-def test_a_file_becomes_these_overrides(
-    content: Any, words: str, lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That each row composes is tested above, so these commands are not composed."""
-    monkeypatch.setattr(plan, "check_anywhere", lambda *_: None)
+def test_a_file_becomes_these_overrides(content: Any, words: str, lacks: str) -> None:
     found = migrated(content)
     for word in words.split():
         has_key = any(each.lstrip("+~").startswith(word[1:]) for each in found["overrides"])
         assert not has_key if word.startswith("!") else word in found["overrides"]
     assert [row["key"] for row in found["no_counterpart"]] == lacks.split()
-    assert found["unknown"] == []
+    assert (found["unknown"], found["rejected"]) == ([], "")
 
 
 def test_all_arguments_of_transformers_become_the_defaults() -> None:
@@ -305,12 +248,6 @@ def test_classes_of_a_file_are_named_and_not_imported(command: Command) -> None:
     assert (code, found["rejected"], "trains" in sys.modules) == (0, "", False)
     assert {"model._target_=trains.Net", "model.width=2"} <= {*found["overrides"]}
     assert len(found["no_counterpart"]) == 2
-
-
-def test_texts_of_any_script_stay_what_they_are() -> None:
-    found = migrated({"model_name_or_path": "mödel/日本", "optim": "sgd", "run_name": "\u0663"})
-    assert found["rejected"] == ""
-    assert {'model.name="mödel/日本"', 'tags=["\u0663"]'} <= {*found["overrides"]}
 
 
 def test_what_plan_rejects_on_every_machine_is_said() -> None:

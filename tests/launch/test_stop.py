@@ -22,9 +22,6 @@ LAUNCHERS = {
     "own": [sys.executable, "-m"],
     "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
 }
-STOPPED_LINE = (
-    "stopped; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one"
-)
 FAULTY = """
 import os, signal, time
 from pathlib import Path
@@ -143,7 +140,7 @@ def assert_stopped(lines: list[str], *, is_told: bool = True) -> None:
     assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
     assert sum("Stopped after" in line for line in lines) == 1, lines
     if is_told:
-        assert lines[-1] == STOPPED_LINE
+        assert lines[-1].startswith("stopped")
 
 
 @SLOW
@@ -179,7 +176,7 @@ def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
         return
     assert process.returncode == 128 + (signal.SIGTERM if number == signal.SIGHUP else number), lines
     assert len(list(Path("outputs/baseline").glob("*/checkpoints/*.ckpt"))) == 1
-    assert lines[-1] == STOPPED_LINE
+    assert lines[-1].startswith("stopped")
 
 
 @SLOW
