@@ -22,9 +22,9 @@ from lightning_eff.core.secret_values import hide_secrets
 from lightning_eff.core.text import printable
 
 MAX_ERROR_LINES = 5
-CONTINUES = {
-    "train": "; to resume from its newest checkpoint, repeat the command with ckpt_path=auto",
-    "tune": "; the same command continues with the results so far",
+GOES_ON = {
+    "train": "; ckpt_path=auto goes on from the newest checkpoint of the same command, if there is one",
+    "tune": "; the same command goes on with what it has measured",
 }
 """Advice printed for an interrupted verb that can continue."""
 
@@ -108,7 +108,7 @@ def _error_lines(error: BaseException, words: Sequence[str]) -> list[str]:
     if error.__dict__.get("is_reported"):
         return []
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
-        return [f"stopped{next((text for verb, text in CONTINUES.items() if verb in words), '')}"]
+        return [f"stopped{next((text for verb, text in GOES_ON.items() if verb in words), '')}"]
     lines = f"error: {root_cause_line(error)}".splitlines()[: MAX_ERROR_LINES - 1]
     if hasattr(error, "exit_code"):  # an error of this package: its text is complete
         return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -17,7 +16,6 @@ import pytest
 import torch
 import yaml
 
-from lightning_eff import cli
 from lightning_eff.commands._completion import SCRIPTS, complete
 from lightning_eff.core.errors import UsageError
 from lightning_eff.run import make
@@ -188,15 +186,6 @@ def test_a_variable_that_a_secret_names_must_be_set() -> None:
         make("data", {"_target_": "mine.Data", "token": "${oc.env:NO_SUCH_VARIABLE}"})
 
 
-def test_a_locale_without_a_character_gets_its_escape(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    monkeypatch.setattr(cli, "main", lambda: sys.stdout.write("\u00e9") * 0)
-    with pytest.raises(SystemExit):
-        cli.run()
-    assert written.getvalue() == b"\\xe9"
-
-
 def test_a_sweep_runs_each_combination_and_a_failed_run_is_reported(
     mine: list[str], command: Command
 ) -> None:
@@ -285,16 +274,3 @@ def test_a_real_bash_completes_what_follows_an_equals_sign() -> None:
     assert one == "micro_batch"
     assert {"adafactor", "adamw"} <= set(several.split())
     assert "=" not in several, "bash lists only what follows the sign"
-
-
-@pytest.mark.parametrize(
-    ("output", "code", "said"), [("/dev/full", 1, "No space left on device"), ("&-", 0, "")]
-)
-def test_output_that_nothing_takes_is_a_failure_and_none_is_not(output: str, code: int, said: str) -> None:
-    program = (
-        "import sys; from lightning_eff import cli; sys.argv[1:] = ['--complete', 'train', 'l']; cli.run()"
-    )
-    words = ["sh", "-c", f'exec "$0" -c "$1" >{output}', sys.executable, program]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run(words, capture_output=True, text=True, check=False, env=buffered)
-    assert (ended.returncode, said in ended.stderr, len(ended.stderr.splitlines())) == (code, True, code)

@@ -133,15 +133,20 @@ def test_a_word_that_names_no_report_is_an_error(empty_folder: Path, command: Co
         folder.mkdir()
         settings = {"output_root": "outputs", "monitors": monitors}
         (folder / "resolved.yaml").write_text(yaml.safe_dump(settings))
+    Path("empty").mkdir()
     for words, text in [
+        ([], "report: which run?"),
+        (["mne"], "did you mean 'mine'?"),
+        (["empty"], "empty holds neither efficiency.json nor resolved.yaml"),
         (["outputs/mine"], f"try: lightning-eff report {silent}"),
-        ([str(running)], str(running)),
-        ([str(silent)], "monitors.efficiency_report"),
-        (["../outputs/mine/../mine", "--output-root", "."], "RUN="),
+        ([str(running)], "still running, or killed"),
+        ([str(silent)], "its config has no monitors.efficiency_report"),
+        (["mine", "--output-root", "elsewhere"], "a recipe with runs in elsewhere"),
+        (["../outputs/mine/../mine", "--output-root", "."], "a recipe with runs"),
         (["x\0"], "RUN='x\\x00'"),
     ]:
         assert text in command("report", *words, code=2)[2], words
-    assert "no report: " in command("report", "mine", str(running), code=0)[1]
+    assert "no report: still running" in command("report", "mine", str(running), code=0)[1]
     assert find_runs("mine", Path("outputs")) == [run], "the newest that has a report"
 
 
@@ -153,15 +158,22 @@ def test_a_damaged_report_is_named_and_its_page_kept(
     file, page = run / "efficiency.json", run / "report.html"
     whole, original = file.read_text(), page.read_bytes()
     without = {key: value for key, value in report.items() if key not in ("ledger", "measured")}
-    for content in (whole[:500], "\xff", "[" * 100_000, "1", "[1]", json.dumps(without)):
+    for content, text in [
+        (whole[:500], "cannot be read ("),
+        ("\xff", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("1", "cannot be read"),
+        ("[1]", "efficiency.json has no title"),
+        (json.dumps(without), "has no measured, ledger"),
+    ]:
         file.write_text(content, encoding="latin-1")
-        assert "efficiency.json" in command("report", "mine", code=2)[2]
+        assert text in command("report", "mine", code=2)[2]
     file.write_text(whole)
 
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(Path, "replace", full)
-    assert "No space left" in command("report", "mine", code=2)[2]
+    assert "was not written: No space left" in command("report", "mine", code=2)[2]
     assert page.read_bytes() == original
     assert sorted(each.suffix for each in run.iterdir()) == [".html", ".json", ".yaml"]

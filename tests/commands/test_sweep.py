@@ -13,7 +13,6 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
-from lightning_eff.commands import train
 from lightning_eff.config.sweeps import OPTUNA, check_metric, check_storage
 from lightning_eff.core.errors import ConfigError, SweepRunError
 from tests.support.command_line import Command
@@ -92,15 +91,6 @@ def test_a_search_gets_the_last_value_of_each_run_and_an_error_for_one_that_has_
     (sweep,) = Path("outputs/baseline").glob("sweep_*")
     shown = [line.split()[:2] for line in command("report", str(sweep), code=0)[1].splitlines()]
     assert shown == [line.split()[:2] for line in out.splitlines()]
-
-
-def test_a_metric_of_a_validation_that_did_not_run_says_so() -> None:
-    report = {"metrics": {"train_loss": 1.0}, "validation": {}}
-    with pytest.raises(SweepRunError, match=r"train_loss; no validation ran") as caught:
-        train.last_value(report, "val_loss")
-    assert caught.value.exit_code == 2
-    with pytest.raises(SweepRunError, match=r"one that the run logs: train_loss$"):
-        train.last_value(report | {"validation": {"val_acc": [[1, 2]]}}, "val_loss")
 
 
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")

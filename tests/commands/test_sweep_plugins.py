@@ -69,20 +69,3 @@ def test_optuna_optimizes_the_last_value_and_goes_on_after_failures_that_it_may_
     values = values_of(tmp_path)
     assert yaml.safe_load(file.read_text())["best_value"] == min(values)
     assert all(f" {value:.4f} " in line for line, value in zip(out.splitlines()[1:4], values, strict=True))
-
-
-def test_optuna_with_joblib_counts_a_failed_run_and_maximizes(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    words = ["model.dropout=choice(0.0,0.5)", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]
-    words += ["hydra.sweeper.sampler.seed=1", "hydra.sweeper.direction=maximize"]
-    out, _ = sweep(
-        tmp_path, *optuna, *joblib, *words, "hydra.sweeper.max_failure_rate=1.0", "--json", expected=0
-    )
-    rows = json.loads(out)["rows"]
-    found = [row["metrics"].get("val_loss") for row in rows]
-    finished = [value for value in found if value is not None]
-    assert len(rows) == 4
-    assert 0 < len(finished) < 4
-    (file,) = tmp_path.rglob("optimization_results.yaml")
-    assert yaml.safe_load(file.read_text())["best_value"] == max(finished)

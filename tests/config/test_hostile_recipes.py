@@ -43,7 +43,6 @@ def check_rejected(answer: tuple[int, str, str], text: str) -> None:
         (("plan", "tab"), "mine/tab.yaml:3: "),
         (("compare", "tab"), "mine/tab.yaml:3: "),
         (("plan", "lm", "logger=broken"), "mine/logger/broken.yaml:2: "),
-        (("plan", "deep"), "trainer.x="),  # as deep as is allowed
     ],
 )
 def test_every_verb_rejects_them_and_options_that_an_override_chooses(
@@ -51,7 +50,6 @@ def test_every_verb_rejects_them_and_options_that_an_override_chooses(
 ) -> None:
     Path("mine/tab.yaml").write_text(TAB)
     Path("mine/logger/broken.yaml").write_text("name: x\n\ty: 1\n")
-    Path("mine/deep.yaml").write_text(f"{TOP}trainer:\n  x: {'[' * 48}{']' * 48}\n")
     check_rejected(command(*words, "--config-dir", "mine"), text)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.config import composition, loggers
+from lightning_eff.config import composition
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.core.errors import EnvironmentLacksError
 from tests.support.command_line import Command
 from tests.support.logged import events_of, rows_of
 
@@ -32,14 +31,10 @@ def compose(recipe: str, *overrides: str) -> dict[str, Any]:
 
 BOTH = ["logger=[csv,tensorboard]"]
 FORMS: list[tuple[str, list[str], dict[str, str | None]]] = [
-    ("lm", [], {"csv": "metrics"}),
-    ("lm", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
     ("lm", BOTH, {"csv": "metrics", "tensorboard": "tensorboard"}),
-    ("lm", ["+logger=tensorboard"], {"csv": "metrics", "tensorboard": "tensorboard"}),
     ("lm", [*BOTH, "logger.tensorboard.name=tb"], {"csv": "metrics", "tensorboard": "tb"}),
     ("lm", ["+logger=tensorboard", "~logger.csv"], {"tensorboard": "tensorboard"}),
     ("lm", ["logger=none"], {}),
-    ("lm", ["logger=[]"], {}),
     ("adds", [], {"csv": "mine", "tensorboard": "tensorboard"}),
     ("adds", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
     ("overrides", [], {"tensorboard": "mine"}),
@@ -50,15 +45,6 @@ FORMS: list[tuple[str, list[str], dict[str, str | None]]] = [
 @pytest.mark.parametrize(("recipe", "overrides", "names"), FORMS, ids=[f"{f[0]} {f[1]}" for f in FORMS])
 def test_forms_of_choosing_loggers(recipe: str, overrides: list[str], names: dict[str, str | None]) -> None:
     assert {name: node.get("name") for name, node in compose(recipe, *overrides).items()} == names
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "comet"])
-def test_a_package_that_is_not_installed_is_an_error_of_the_composition(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loggers, "_is_installed", lambda _: False)
-    with pytest.raises(EnvironmentLacksError, match=rf"pip install 'lightning-eff\[{name}\]'"):
-        compose("lm", f"+logger={name}")
 
 
 def test_a_run_its_continuation_and_a_sweep_write_to_folders_of_their_own(

@@ -128,14 +128,13 @@ def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray_driver._check_room(Ray(workers=[2, 4], gpu=True), {"CPU": 2.0, "GPU": 2.0})
     for options, resources, remedy in [
-        ({"workers": 3, "gpu": True}, {"CPU": 3.0, "GPU": 2.0}, "launch.workers=2\n"),
-        ({"workers": 3, "gpu": True}, {"CPU": 3.0}, "launch.gpu=false\n"),
-        ({"workers": [3, 9], "cpus": 2}, {"CPU": 4.0}, "launch.workers=[2,9]\n"),
-        ({"cpus": 5}, {"CPU": 4.0}, "launch.cpus=1\n"),
+        ({"workers": 3, "gpu": True}, {"CPU": 3.0, "GPU": 2.0}, r"launch\.workers=2"),
+        ({"workers": 3, "gpu": True}, {"CPU": 3.0}, r"launch\.gpu=false"),
+        ({"workers": [3, 9], "cpus": 2}, {"CPU": 4.0}, r"launch\.workers=\[2,9\]"),
+        ({"cpus": 5}, {"CPU": 4.0}, r"launch\.cpus=1"),
     ]:
-        with pytest.raises(EnvironmentLacksError) as raised:
+        with pytest.raises(EnvironmentLacksError, match=f"try: {remedy}"):
             ray_driver._check_room(Ray(**options), resources)
-        assert f"  try: {remedy}" in str(raised.value)
     assert capsys.readouterr().err == ""
     ray_driver._check_room(Ray(workers=3, cpus=2, address="auto"), {"CPU": 4.0})
-    assert capsys.readouterr().err == "launch.workers=3 needs 6 CPUs, and Ray has 4: waits for more\n"
+    assert capsys.readouterr().err.startswith("launch.workers=3 ")
