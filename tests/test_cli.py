@@ -20,6 +20,7 @@ from lightning_eff.commands._completion import SCRIPTS, complete
 from lightning_eff.core.errors import UsageError
 from lightning_eff.run import make
 from tests.support.command_line import Command
+from tests.support.own_recipe import PICKY
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 MINE = """
@@ -32,12 +33,6 @@ from torch.utils.data import DataLoader, TensorDataset
 class Fails(GPT):
     def training_step(self, batch, batch_idx):
         raise KeyError('the label is missing')
-
-class Picky(GPT):
-    def training_step(self, batch, batch_idx):
-        if self.hparams['dropout'] > 0:
-            raise RuntimeError('no dropout, please')
-        return super().training_step(batch, batch_idx)
 
 class Hub(GPT):
     def __init__(self, *, api_token: str, **sizes: object) -> None:
@@ -59,7 +54,7 @@ class Nothing(pl.LightningDataModule):
 @pytest.fixture
 def mine(tiny: list[str]) -> list[str]:
     """Return overrides for a tiny run, beside a module of the user's own."""
-    Path("mine.py").write_text(MINE)
+    Path("mine.py").write_text(MINE + PICKY)
     return tiny
 
 

@@ -35,7 +35,7 @@ from lightning_eff.config import ckpt_path, resolution
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.core.errors import NoEffectWarning, Remedy, keep_overrides
 from lightning_eff.core.rules import LIBRARY_RULES, RuleFinding
-from lightning_eff.core.technique import Facts, Rule
+from lightning_eff.core.technique import Rule, name_of
 from lightning_eff.core.text import human_bytes
 from lightning_eff.launch import job
 from lightning_eff.launch.ranks import first_failure
@@ -62,21 +62,13 @@ RECIPES: dict[str, str | bytes] = {
     "tag": f"{TOP}seed: !!python/object/apply:os.system ['touch touched']\n",
     "alias": f"{TOP}trainer: &a\n  x: *a\n",
     "nested": f"{TOP}seed: {'[' * 3000}{']' * 3000}\n",
-    "digits": f"{TOP}seed: {'1' * 5000}\n",
-    "hex": f"{TOP}seed: 0x_\n",
-    "keys": f"{TOP}? [a, b]\n: 1\n",
-    "two_documents": f"{TOP}---\nseed: 3\n",
     "itself": "defaults: [itself]\n",
     "circle": "defaults: [lm, other]\n",
     "option": "defaults: [lm, override logger: circle]\n",
     "seven": "# a recipe\ndefaults: 7\n",
-    "entry": "defaults:\n  - lm\n  - 7\n",
-    "listed": "defaults:\n  - {model: [7]}\n",
     "empty": "",
     "no_root": "seed: 1\n",
     "variable": f"{TOP}output_root: ${{oc.env:NO_SUCH_VARIABLE}}\n",
-    "infinite": f"{TOP}seed: ${{seed}}\n",
-    "long": f"defaults: [{'a' * 5000}]\n",
     "no_recipe": "defaults: [baselin, _self_]\n",
     "no_option": "defaults:\n  - lm\n  - override precision: atuo\n",
     "two_recipes": "defaults: [lm, baseline]\n",
@@ -180,20 +172,18 @@ def of_python(headings: Iterable[str]) -> Messages:
 
 def of_rules(_: Iterable[str]) -> Messages:
     """Yield each rule once, with its remedies for a recipe and, after `or`, for a script."""
-    stated: list[tuple[str, Facts]] = []
+    made: list[Any] = [eval(text, names()) for text in re.findall(r"\S+\(.*?\)", VARIANTS)]
     for name in TECHNIQUES:
-        kind: Any = class_of(name)
-        made = kind if name.startswith(("optimizer/", "scheduler/")) else kind(**REQUIRED.get(name, {}))
-        stated += [(name, made.facts())] if hasattr(made, "facts") else []
-    stated += [(text, eval(text, names()).facts()) for text in re.findall(r"\S+\(.*?\)", VARIANTS)]
-    stated += LIBRARY_RULES.items()
-    shown: set[tuple[str, str]] = set()
-    for technique, facts in stated:
+        is_class = name.startswith(("optimizer/", "scheduler/")) and name != "optimizer/module"
+        made.append(class_of(name) if is_class else class_of(name)(**REQUIRED.get(name, {})))
+    stated = [(name_of(each), each.facts()) for each in made if hasattr(each, "facts")]
+    shown: set[tuple[str, str, str]] = set()
+    for name, facts in [*sorted(stated, key=lambda pair: pair[0]), *LIBRARY_RULES.items()]:
         for rule in (*facts.needs, *facts.excludes):
-            text = rule_text(technique.partition("(")[0], rule, rule.name if rule in facts.excludes else "")
-            if (rule.name, rule.reason) not in shown:
-                yield f"{technique}: {rule.name}", f"{rule.verdict.value}\n{text}"
-            shown.add((rule.name, rule.reason))
+            if (name, rule.name, rule.reason) not in shown:
+                found = rule.name if rule in facts.excludes else ""
+                yield f"{name}: {rule.name}", f"{rule.verdict.value}\n{rule_text(name, rule, found)}"
+            shown.add((name, rule.name, rule.reason))
 
 
 def rule_text(technique: str, rule: Rule, found: str) -> str:
@@ -212,10 +202,8 @@ def of_warnings(headings: Iterable[str]) -> Messages:
             warnings.simplefilter("always")
             make_trainer(**{slot: [technique]}, max_steps=1).fit(Bare(), make_loader())
         assert not technique.outcome().effective
-        yield (
-            expression,
-            "\n".join(str(each.message) for each in caught if issubclass(each.category, NoEffectWarning)),
-        )
+        idle = [str(each.message) for each in caught if issubclass(each.category, NoEffectWarning)]
+        yield expression, "\n".join(idle)
 
 
 def of_others(_: Iterable[str]) -> Messages:
@@ -273,6 +261,7 @@ def written(title: str, text: str) -> str:
     for name, content in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    Path("runs/run/checkpoints").mkdir(parents=True)
     for name, state in CHECKPOINTS.items():
         Durable().save_checkpoint(state, f"{name}.ckpt")
     content = Path("damaged.ckpt").read_bytes()

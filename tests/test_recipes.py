@@ -119,15 +119,12 @@ def test_the_users_own_classes_are_planned_and_trained_with_their_own_optimizers
     assert (composed["trainer"]["gradient_clip_val"], composed.get("callbacks")) == (None, None)
 
 
-def test_lora_begins_at_the_newest_base_stays_with_it_and_is_exported(
-    tiny: list[str], command: Command
-) -> None:
-    """The folder of `lm`'s runs has a newer one by the time that the adapter is resumed and exported."""
+def test_lora_begins_at_the_newest_base_and_stays_with_it(tiny: list[str], command: Command) -> None:
+    """The folder of `lm`'s runs has a newer one by the time that the adapter is resumed."""
     assert "lightning-eff train lm" in command("train", "lora", *tiny, code=2)[2]
     command("train", "lm", *tiny, code=0)
     (base,) = Path("outputs", "lm").glob("*/checkpoints/*.ckpt")
-    err = command("train", "lora", *tiny, code=0)[2]
-    assert f"base: {base}" in err
+    assert f"base: {base}" in command("train", "lora", *tiny, code=0)[2]
     command("train", "lm", *tiny, "seed=5", code=0)
     err = command("train", "lora", *tiny, "ckpt_path=last", "trainer.max_steps=4", code=0)[2]
     assert f"base: {base}" in err
@@ -135,21 +132,11 @@ def test_lora_begins_at_the_newest_base_stays_with_it_and_is_exported(
     adapters = sorted(Path("outputs", "lora").glob("*/checkpoints/*.ckpt"))
     assert len(adapters) == 2
     for adapter in adapters:
-        run_dir = adapter.parent.parent
         assert not before.keys() & torch.load(adapter, weights_only=True)["state_dict"].keys()
-        command("export", str(run_dir), code=0)
-        assert (run_dir / "export" / "adapter" / "adapter_model.safetensors").exists()
-    command("export", "lora", "--out", "outputs/merged", "--merge", code=0)
-    merged = load_file(Path("outputs", "merged", "model.safetensors"))
-    assert set(merged) <= set(before)
-    assert any(not torch.equal(value, before[name]) for name, value in merged.items())
-    adapter = adapters[-1]
-    err = command("train", "lm", *tiny, f"ckpt_path='{adapter}'", "trainer.max_steps=9", code=1)[2]
-    assert f"{adapter} " in err
+    command("train", "lm", *tiny, f"ckpt_path='{adapters[-1]}'", "trainer.max_steps=9", code=1)
     newest = max(Path("outputs", "lm").glob("*/checkpoints/*.ckpt"))
     words = ["ckpt_path=last", "trainer.max_steps=6", f"callbacks.peft_adapter.base_checkpoint='{newest}'"]
-    err = command("train", "lora", *tiny, *words, code=1)[2]
-    assert "try: callbacks.peft_adapter.base_checkpoint=PATH" in err
+    assert "base_checkpoint=PATH" in command("train", "lora", *tiny, *words, code=1)[2]
 
 
 @pytest.mark.slow

@@ -170,10 +170,9 @@ def test_adapters_and_folders_of_shards_are_evaluated_as_they_were_trained(
     words = [*tiny, "optimizer.lr=0.1", "precision=fp32"]
     for recipe in ("lm", "lora"):
         run = train(*words, recipe=recipe)
-        for word in ([recipe, *words], [str(run)]):
-            found = json.loads(command("validate", *word, "--json", code=0)[1])
-            # Not to the bit: while it trains, the loss is computed in tiles.
-            assert found["metrics"]["val_loss"] == pytest.approx(logged(run, "val_loss")[-1], abs=2e-6)
+        found = json.loads(command("validate", str(run), "--json", code=0)[1])
+        # Not to the bit: while it trains, the loss is computed in tiles.
+        assert found["metrics"]["val_loss"] == pytest.approx(logged(run, "val_loss")[-1], abs=2e-6)
     (path,) = Path("outputs/lm").rglob("*.ckpt")
     value = logged(path.parent.parent, "val_loss")[-1]
     content = torch.load(path, weights_only=True)
@@ -185,8 +184,7 @@ def test_adapters_and_folders_of_shards_are_evaluated_as_they_were_trained(
         assert (found["checkpoint"], found["model"]) == (str(path), "GPT")
     assert "on 1 device" in found["notes"][0]
     adapter = next(Path("outputs/lora").rglob("*.ckpt"))
-    err = command("validate", "lm", *tiny, f"ckpt_path={adapter}", code=1)[2]
-    assert "try: +callbacks=peft_adapter" in err
+    assert "+callbacks=peft_adapter" in command("validate", "lm", *tiny, f"ckpt_path={adapter}", code=1)[2]
 
 
 @pytest.mark.slow

@@ -295,8 +295,6 @@ def rejects_hostile_configs(command: Command, folder: Path) -> None:
         values | {"model": {"_target_": "os.system", "command": f"touch {touched}"}},
         values | {"callbacks": {"peft_adapter": touch}},
         values | {"output_root": "outputs", "run_dir": "/tmp"},
-        values | {"mine": 1},
-        {"model": 1},
         [1, 2],
     ]
     for text in (*map(yaml.safe_dump, hostile), f"!!python/object/apply:os.system ['touch {touched}']"):

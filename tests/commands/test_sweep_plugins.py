@@ -13,23 +13,15 @@ import pytest
 import yaml
 
 from tests.support.command_line import TINY
+from tests.support.own_recipe import PICKY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 joblib, optuna = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"], ["hydra/sweeper=optuna"]
-MINE = """
-from lightning_eff.models.gpt import GPT
-
-class Picky(GPT):
-    def training_step(self, batch, batch_idx):
-        if self.hparams['dropout'] == 0.5:
-            raise RuntimeError('no dropout, please')
-        return super().training_step(batch, batch_idx)
-"""
 
 
 def sweep(folder: Path, *words: str, expected: int) -> tuple[str, str]:
     """Run `train baseline -m` in `folder`; return its standard output and error."""
-    (folder / "mine.py").write_text(MINE)
+    (folder / "mine.py").write_text(PICKY)
     program = [sys.executable, "-m", "lightning_eff", "train", "baseline", "-m", *TINY]
     program += ["model._target_=mine.Picky", "optimized_metric=val_loss", *words]
     keywords: Any = {"cwd": folder, "capture_output": True, "text": True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +78,11 @@ def test_auto_takes_a_checkpoint_of_the_same_settings_only(tiny: list[str], comm
     assert "nothing is left to train" in command(*words)[2]
     assert "begins at step 0" in command(*words, "seed=3")[2]
     checkpoint, _ = sorted(Path("outputs/lora").glob("*/checkpoints/*-2.ckpt"))
-    content = checkpoint.read_bytes()
-    checkpoint.write_bytes(content[:1000])
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     ended, _, err = command(*words)
     assert ended == 0, err
     assert "skipped: " in err
     assert "begins at step 0" in err
-    shutil.rmtree("outputs/lora")
-    Path("outputs/lora").mkdir()
-    Path("outputs/lora/checkpoints").mkdir()
-    Path("outputs/lora/checkpoints/odd.ckpt").write_bytes(content)
-    assert "begins at step 0" in command(*words)[2], "not in a run's folder"
-    Path("outputs/lora/resolved.yaml").write_text("a: 1\n1: 2\n")
-    assert "begins at step 0" in command(*words, "seed=4")[2], "another tool's"
 
 
 def test_a_run_with_other_data_is_rejected_each_time_and_saves_nothing(
