@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
-from lightning_eff.checkpoint import stored_weights
 from lightning_eff.config import composition
 from lightning_eff.core import catalog
 from tests.support.command_line import Command
@@ -74,28 +70,6 @@ def test_recipe_trains_two_steps(name: str, tiny: list[str], tiny_llama: Path, c
     assert {".hydra", "efficiency.json", "report.html", "metrics"} <= {
         path.name for path in run_dir.iterdir()
     }
-
-
-@pytest.mark.slow
-def test_a_run_in_parts_goes_on_and_is_exported(tiny: list[str], command: Command) -> None:
-    """From folder to folder; that it holds what a file does is in test_strategies.py."""
-
-    def train(*words: str) -> Path:
-        line = [sys.executable, "-m", "lightning_eff", "train", "fsdp2", *tiny, *words]
-        line.append("strategy.checkpoints=sharded")
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return max(Path("outputs", "fsdp2").glob("*/checkpoints/*.ckpt"))
-
-    folders = [train(), train("ckpt_path=last", "trainer.max_steps=4")]
-    assert all(path.is_dir() for path in folders)
-    one, other = (stored_weights.checkpoint(path)["state_dict"] for path in folders)
-    first = next(iter(one))
-    assert not torch.equal(one[first], other[first]), "it trained on"
-    command("export", str(folders[1].parent.parent), code=0)
-    written = load_file(folders[1].parent.parent / "export" / "model" / "model.safetensors")
-    assert written
-    assert all(torch.equal(value, other[key]) for key, value in written.items())
 
 
 def test_only_a_technique_differs_between_lm_and_baseline(empty_folder: Path) -> None:

@@ -77,15 +77,6 @@ class Net(pl.LightningModule):
 """
 
 
-def test_a_model_of_ones_own_keeps_its_keys_and_loses_the_others(
-    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(empty_folder))
-    (empty_folder / "net_of_mine.py").write_text(USERS_MODULE)
-    model = compose("model._target_=net_of_mine.Net", "model.width=3")["model"]
-    assert model == {"_target_": "net_of_mine.Net", "width": 3, "context_length": 256}
-
-
 def own_folder(folder: Path, **files: str) -> RecipePath:
     for name, text in files.items():
         path = folder / "mine" / f"{name.replace('__', '/')}.yaml"
