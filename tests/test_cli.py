@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -210,35 +208,6 @@ def test_config_is_printed_and_a_frozen_one_is_a_recipe(tiny: list[str], command
     again = command("train", "frozen", "--config-dir", "mine", "--cfg", "job", code=0)[1]
     assert again == out
     command("train", "frozen", "--config-dir", "mine", *tiny, code=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_from_outside_saves_a_checkpoint_and_exits_with_its_code(
-    number: signal.Signals, expected: int, tiny: list[str]
-) -> None:
-    # Whoever runs the tests in the background of a script has this signal ignored, and so would the child.
-    listening = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program = f"{listening}from lightning_eff.cli import main; sys.exit(main())"
-    words = [sys.executable, "-c", program, "train", "lm", *tiny]
-    long = ["trainer.max_steps=100000", "trainer.max_epochs=-1", "trainer.limit_val_batches=0"]
-    long.append("monitors.progress.every_n_seconds=0.2")
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*words, *long], **pipes, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for line in process.stderr:
-            if re.match(r"step [1-9]", line):  # before the first step there is nothing to save
-                break
-        process.send_signal(number)
-        rest, report = process.stderr.read(), process.stdout.read()
-    assert (report.count("Efficiency report"), rest.count("Efficiency report")) == (1, 0), (
-        "it is printed once"
-    )
-    assert "Stopped after" in report
-    assert "ckpt_path=auto" in rest
-    assert process.returncode == expected
-    assert list(Path("outputs/lm").glob("*/checkpoints/step-*.ckpt"))
 
 
 def test_completion_knows_options_keys_and_shells(command: Command) -> None:
