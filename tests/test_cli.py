@@ -51,7 +51,7 @@ class Nothing(pl.LightningDataModule):
 
 @pytest.fixture
 def mine(tiny: list[str]) -> list[str]:
-    """Return overrides for a tiny run, beside a module of the user's own."""
+    """Return overrides for a tiny run, next to a module of the user."""
     Path("mine.py").write_text(MINE + PICKY)
     return tiny
 

@@ -1,4 +1,4 @@
-"""The installed command, in a process and a folder of its own, with a model that lies in that folder."""
+"""The installed command in its own process, with a model that lies in the current folder."""
 
 from __future__ import annotations
 

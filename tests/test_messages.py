@@ -271,7 +271,7 @@ def written(title: str, text: str) -> str:
     with warnings.catch_warnings(), mock.patch("sys.path", [str(Path.cwd()), *sys.path]):
         warnings.simplefilter("ignore")
         messages = [*PRODUCERS[title](re.findall(r"^### `(.*)`$", text, re.MULTILINE))]
-    folders = {str(Path.cwd()): "FOLDER", str(ROOT): "REPOSITORY"}
+    folders = {str(Path.cwd()): "FOLDER", sys.prefix: "PYTHON", str(ROOT): "REPOSITORY"}
     parts = [f"{title}\n\n{about}"]
     for heading, message in messages:
         assert message, heading

@@ -74,7 +74,7 @@ def test_rows_train_alike_and_are_compared_to_the_baseline(
 
 
 @pytest.mark.slow
-def test_a_row_of_ones_own_is_on_top_of_the_baseline(
+def test_a_custom_row_is_on_top_of_the_baseline(
     command: Command, tiny: list[str], in_process: list[list[str]], tmp_path: Path
 ) -> None:
     own = "optimizer=sgd optimizer.lr=0.01 +callbacks=micro_batch callbacks.micro_batch.micro_batch_size=1"

@@ -240,7 +240,7 @@ def test_classes_of_a_file_are_named_and_not_imported(command: Command) -> None:
     assert len(found["no_counterpart"]) == 2
 
 
-def test_what_plan_rejects_on_every_machine_is_said() -> None:
+def test_a_command_that_plan_rejects_on_every_machine_is_marked() -> None:
     """Not what only this machine lacks: a second device, or write access."""
     lost = {"output_dir": "/proc/nowhere", "deepspeed": {"zero_optimization": {"stage": 2}}}
     assert migrated(ARGS | lost)["rejected"] == ""

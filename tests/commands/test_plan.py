@@ -234,7 +234,7 @@ def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
         assert alone["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
 
 
-def test_a_peak_that_the_run_itself_refuses_ends_the_plan(command: Command) -> None:
+def test_a_step_that_the_run_itself_rejects_ends_the_plan(command: Command) -> None:
     _, out, err = command("plan", "lm", "data.batch_size=24", "trainer.accelerator=cpu", code=2)
     assert "peak not predicted: " in out
     assert "try: callbacks.gradient_accumulation.global_batch_size=24" in err

@@ -53,7 +53,7 @@ def test_runs_at_once_are_rows_and_one_that_fails_ends_no_other(tmp_path: Path) 
     assert "error: RuntimeError: no dropout, please (traceback: " in err
 
 
-def test_optuna_optimizes_the_last_value_and_goes_on_after_failures_that_it_may_have(tmp_path: Path) -> None:
+def test_optuna_optimizes_the_last_value(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["optimizer.lr=tag(log,interval(0.001,0.1))", "hydra.sweeper.n_trials=3", "model.dropout=0.0"]
     out, _ = sweep(tmp_path, *optuna, *words, "hydra.sweeper.sampler.seed=1", expected=0)

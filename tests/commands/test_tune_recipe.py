@@ -266,7 +266,7 @@ def test_the_last_line_is_the_command_and_a_second_call_measures_nothing(
     assert excluded["+callbacks=channels_last"] == NO_EFFECT
 
 
-def test_a_limit_that_nothing_fits_is_said(
+def test_a_limit_that_nothing_fits_is_an_error(
     command: Command, tiny: list[str], trials: list[list[str]]
 ) -> None:
     code, _, err = command("tune", "lm", *tiny, "--memory", "10KiB", "--minutes", "0.2")

@@ -1,4 +1,4 @@
-"""`lightning_eff.compare` on a module of one's own: each trial in a process that may do what it likes."""
+"""`lightning_eff.compare` on your own module: each trial runs in its own process."""
 
 from __future__ import annotations
 

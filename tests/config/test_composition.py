@@ -85,7 +85,7 @@ def own_folder(folder: Path, **files: str) -> RecipePath:
     return RecipePath((folder / "mine",))
 
 
-def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
+def test_a_custom_recipe_and_group(empty_folder: Path) -> None:
     mine = own_folder(
         empty_folder,
         often="defaults:\n  - lm\n  - callbacks: [very_often]\n  - _self_\nseed: 7\n",
@@ -251,9 +251,9 @@ def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pyt
         "import lightning.pytorch as pl\n\n\nclass Data(pl.LightningDataModule):\n    batch = 4\n"
     )
     data = "data._target_=my_loaded.Data"
-    sizes = ["model.vocab_size=16", "model.context_length=16"]  # the recipe's are those of its data
+    sizes = ["model.vocab_size=16", "model.context_length=16"]  # the recipe takes them from its data
     own = compose(data, *sizes)["data"]
-    assert own == {"_target_": "my_loaded.Data"}, "those of the recipe are left out"
+    assert own == {"_target_": "my_loaded.Data"}, "the recipe's settings are left out"
     with pytest.raises(ConfigError, match=r"data\.batch_size=8"):
         compose(data, *sizes, "data.batch_size=8")
     slots = compose("+callbacks.own._target_=lightning.pytorch.Callback")  # whose constructor is C's
@@ -280,4 +280,4 @@ def test_a_recipe_file_with_a_class_of_its_own_leaves_out_what_that_does_not_tak
     others = "model:\n  _target_: lightning_eff.models.cnn.CNN\n  channels: 4\n"
     Path("mine.yaml").write_text(f"defaults:\n  - baseline\n  - _self_\n{others}")
     typed = composition.compose_recipe("mine", ["model._target_=my_written.Net"], path).values
-    assert typed["model"] == {"_target_": "my_written.Net"}, "the file's settings are those of its own class"
+    assert typed["model"] == {"_target_": "my_written.Net"}, "the file's settings belong to its own class"

@@ -87,7 +87,7 @@ def test_weights_and_biases_offline_has_a_run_for_each_of_a_sweep(
         assert b"eff/learning_rate" in content
 
 
-@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries, which are not those of the tested set
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries, which are not in the tested set
 def test_mlflow_in_a_file(tiny: list[str], command: Command) -> None:
     mlflow = pytest.importorskip("mlflow")
     words = ["logger=[csv,mlflow]", "trainer.log_every_n_steps=1"]

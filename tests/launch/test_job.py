@@ -165,7 +165,7 @@ def test_the_ranks_of_each_attempt_meet_at_an_address_of_their_own(monkeypatch: 
 def test_each_attempt_under_torchrun_says_why_it_failed(
     restarts: str, rank: int, error: Exception, is_reported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own summary comes after the last; a setting that all ranks refuse is printed by one of them."""
+    """Its own summary comes after the last; a setting that all ranks reject is printed by one of them."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     monkeypatch.setattr(ranks, "report_error", lambda error: True)
     with pytest.raises(type(error)), ranks.reported_to_parent(Launch("lightning", rank)):
