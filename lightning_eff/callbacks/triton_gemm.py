@@ -150,7 +150,7 @@ class TritonGemm(Managed):
         """Warn about compiled layers, which the compiler computes; let only one callback replace an MLP."""
         compiled = Rule(
             name="callbacks/torch_compile",
-            reason="the compiler computes the layers of what it compiles",
+            reason="the compiler computes the linear layers of a compiled block itself",
             remedies=(
                 Remedy("~callbacks.triton_gemm", "remove TritonGemm"),
                 Remedy("~callbacks.torch_compile", "remove TorchCompile"),

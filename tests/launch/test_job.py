@@ -87,7 +87,7 @@ def test_tasks_that_do_not_fit_are_rejected(trainer: dict[str, Any], started: La
         ({"num_nodes": "auto"}, {}, ""),
         ({"num_nodes": 2}, {"NODE_RANK": "1", "MASTER_ADDR": "a"}, ""),
         ({"num_nodes": "auto"}, {"NODE_RANK": "0"}, ""),
-        ({"num_nodes": "auto"}, {"NODE_RANK": "0", "MASTER_ADDR": "a"}, "trainer.num_nodes"),
+        ({"num_nodes": "auto"}, {"NODE_RANK": "0", "MASTER_ADDR": "a"}, "NODE_RANK"),
         ({"num_nodes": 2}, {"PET_NNODES": "1:4"}, "PET_NNODES"),
         ({"devices": 1, "num_nodes": "auto"}, {"WORLD_SIZE": "1", "RANK": "0"}, ""),
         ({"devices": 1, "num_nodes": 4}, {"WORLD_SIZE": "4", "NODE_RANK": "2"}, ""),
@@ -97,7 +97,7 @@ def test_tasks_that_do_not_fit_are_rejected(trainer: dict[str, Any], started: La
 def test_a_machine_of_several_does_not_train_alone(
     trainer: dict[str, Any], environment: dict[str, str], key: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}=") if key else nullcontext():
+    with pytest.raises(ConfigError, match=key) if key else nullcontext():
         check_machines(trainer, environment)
 
 
