@@ -56,8 +56,8 @@ REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
     "run/clipping_by_module": (
         "it frees gradients in the backward pass: no gradients left to clip",
         Remedy(
-            "optimizer.max_parameter_norm=1.0 instead of that method",
-            "partial(InBackward, max_parameter_norm=1.0) instead of that method",
+            "optimizer.max_parameter_norm=1.0 in place of that method",
+            "partial(InBackward, max_parameter_norm=1.0) in place of that method",
         ),
     ),
 }
