@@ -16,7 +16,6 @@ from lightning_eff.launch.job import (
     Launch,
     check_machines,
     check_tasks,
-    num_devices,
     num_ranks,
     shared_run_dir,
 )
@@ -57,11 +56,6 @@ def test_launchers_are_known_by_their_variables(environment: dict[str, str], exp
 )
 def test_ranks_are_counted_without_a_trainer(trainer: dict[str, Any], expected: int) -> None:
     assert num_ranks(trainer) == expected
-
-
-def test_devices_that_are_no_number_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.devices='two'"):
-        num_devices({"devices": "two"})
 
 
 @pytest.mark.parametrize(
