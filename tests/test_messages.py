@@ -217,7 +217,7 @@ def of_others(_: Iterable[str]) -> Messages:
     yield "settings left out", "\n".join(call.args[0] % call.args[1:] for call in noticed.call_args_list)
     for verb in ("train", "tune", "plan"):
         yield f"{verb} is stopped", cli._error_lines(KeyboardInterrupt(), [verb])[0]
-    killed = first_failure([1, -9], [Path("none"), Path("none")], Path("run"))
+    killed = first_failure([0, -9], [Path("none"), Path("none")], Path("run"))
     yield "a rank is killed", str(killed)
     alone = [Saving(("+callbacks=tiled_loss",), 2**20, 2**21, 1.03, "new peak: backward")]
     alone += [Saving(("precision=auto",), -1024, 2**22, None, "saves nothing here")]
