@@ -85,7 +85,7 @@ def swap(
                 layer.accumulation = accumulation
                 swapped[name] = layer
     if not swapped and not any(isinstance(module, TritonLinear) for module in model.modules()):
-        text = f"no linear layer that is trained has {min_features} or more input and output features"
+        text = f"no trained linear layer has {min_features} or more input and output features"
         warnings.warn(f"TritonGemm had no effect: {text}; lower min_features", NoEffectWarning, stacklevel=3)
     return swapped
 

@@ -122,7 +122,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
         by_user = next((word for word in words if word.startswith(f"trainer.{key}=")), "")
         if by_user and found != "auto" and (key == "num_nodes" or asked):
             option = "--gpus" if key == "devices" else "--nodes"
-            allowed = f"auto: {option} {asked} says how many are started"
+            allowed = f"auto: {option} {asked} sets how many start"
             remedies = [f"leave {by_user} out"]
             raise ConfigError(key=f"trainer.{key}", value=found, allowed=allowed, remedies=remedies)
         if found != "auto":

@@ -56,6 +56,11 @@ def test_every_verb_rejects_them_and_options_that_an_override_chooses(
 @pytest.mark.parametrize(
     ("key", "words"),
     [
+        *(
+            (f"hydra.{name}._target_", ("train", "lm", f"hydra.{name}{value}"))
+            for name in ("launcher", "sweeper")
+            for value in ("._target_=os.system", "=${hydra.run}")
+        ),
         ("seed", ("train", "lm", f"seed={'1' * 5000}")),
         ("seed", ("train", "lm", f"seed={'[' * 3000}{']' * 3000}")),
         ("ckpt_path", ("train", "lm", f"ckpt_path={LONG}")),
@@ -70,7 +75,7 @@ def test_every_verb_rejects_them_and_options_that_an_override_chooses(
     ],
     ids=str,
 )
-def test_a_value_that_is_too_long_is_rejected_by_its_key(
+def test_a_value_that_hydra_would_run_or_cannot_hold_is_rejected_by_its_key(
     key: str, words: tuple[str, ...], command: Command
 ) -> None:
     check_rejected(command(*words), f"error: {key}=")
