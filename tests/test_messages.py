@@ -1,7 +1,7 @@
 """The messages that users read, word for word: `tests/messages.md` has a heading for each situation.
 
 The headings are commands and Python that end with a message; the text below each is compared. After a change
-of wording, or with a new heading, `python -m tests.test_messages` writes the texts; then read the diff.
+of wording, or with a new heading, `make messages` writes the texts; then read the diff.
 Other tests match an error's class and key only. Each command also keeps the promise for wrong settings: exit
 code 2, at most five lines, no traceback, no file.
 """
@@ -282,7 +282,7 @@ def written(title: str, text: str) -> str:
 
 @pytest.mark.parametrize("title", PRODUCERS)
 def test_users_read_what_the_file_says(title: str, empty_folder: Path) -> None:
-    assert written(title, sections()[title]) == sections()[title], "better? python -m tests.test_messages"
+    assert written(title, sections()[title]) == sections()[title], "make messages writes the file"
 
 
 def main() -> None:
