@@ -1,4 +1,4 @@
-"""The pages of docs/: each has a place in the menu, links lead somewhere, frames are those of today."""
+"""The pages of docs/: each has a place in the menu, links lead somewhere, and frames are up to date."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_links_lead_to_files_and_headings(path: Any) -> None:
             assert path.name == "README.md" or inside, f"{target} is not on the site"
 
 
-def test_every_technique_has_a_page_whose_frame_is_that_of_today() -> None:
+def test_every_technique_has_a_page_with_an_up_to_date_frame() -> None:
     written = pages.pages()
     for path, text in written.items():
-        assert path.read_text() == text, f"write {path} anew: make pages"
+        assert path.read_text() == text, f"write {path} again: make pages"
     named = [
         source for text in written.values() for source in re.findall(r"`make pages` from (\S+) -->", text)
     ]

@@ -1,4 +1,4 @@
-"""A Trainer of the package `pytorch_lightning` has classes of its own: every technique refuses it."""
+"""A Trainer of the package `pytorch_lightning` has other classes: every technique rejects it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def legacy_trainer(**keywords: Any) -> legacy.Trainer:
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_every_callback_and_monitor_says_so_in_one_sentence(name: str) -> None:
+def test_every_callback_and_monitor_rejects_it_in_one_sentence(name: str) -> None:
     made = class_of(name)(**GIVEN.get(name, {}))
     with pytest.raises(ConflictError) as raised:
         legacy_trainer(callbacks=[made]).fit(LegacyNet(), make_loader())
@@ -60,7 +60,7 @@ def test_every_callback_and_monitor_says_so_in_one_sentence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_a_strategy_or_plugin_is_refused_by_that_trainer_with_the_reason(name: str) -> None:
+def test_that_trainer_rejects_a_strategy_or_plugin_with_the_reason(name: str) -> None:
     """No code of ours runs before: its own refusal quotes what it was given."""
     made = class_of(name)()
     keywords: dict[str, Any] = {"strategy": made} if name.startswith("strategy/") else {"plugins": [made]}
@@ -69,7 +69,7 @@ def test_a_strategy_or_plugin_is_refused_by_that_trainer_with_the_reason(name: s
         legacy_trainer(**keywords)
 
 
-def test_a_report_that_the_environment_asks_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_the_environment_requests_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     own = [each for each in entry_points(group="pytorch_lightning.callbacks_factory") if "eff" in each.name]
     assert [each.value for each in own] == ["lightning_eff.monitors._attach:refuse_legacy"]
     monkeypatch.setenv(_attach.VARIABLE, "1")

@@ -100,7 +100,7 @@ def test_every_technique_and_nothing_that_cannot_be_had_is_a_lazy_name() -> None
 
 
 def test_the_stub_has_the_names_that_can_be_imported() -> None:
-    assert STUB.read_text(encoding="utf-8") == stub(), "write it anew: make stubs"
+    assert STUB.read_text(encoding="utf-8") == stub(), "write it again: make stubs"
 
 
 LOUD = '''"""Say hello.

@@ -119,7 +119,7 @@ def test_readme_is_three_screens() -> None:
 
 
 def write_own_data(tiny_llama: Path) -> None:
-    """Write what the section on a model and texts of one's own speaks of."""
+    """Write the model and the texts that the section on your own data names."""
     shutil.copytree(tiny_llama, "my-model")
     Path("notes").mkdir()
     for index in range(20):

@@ -54,7 +54,7 @@ for strategy in (lambda: eff.DeepSpeedZero(stage=2), lambda: eff.ZeroFabric(stag
     try:
         strategy()
     except EnvironmentLacksError as error:
-        print("refused", str(error).replace(chr(10), " "))
+        print("rejected", str(error).replace(chr(10), " "))
 assert not set(HIDDEN) & set(sys.modules)
 """
 
@@ -65,15 +65,15 @@ def test_a_run_without_triton_and_deepspeed(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", CODE]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    steps, *refused = [line for line in done.stdout.splitlines() if line.startswith(("steps", "refused"))]
+    steps, *rejected = [line for line in done.stdout.splitlines() if line.startswith(("steps", "rejected"))]
     assert steps.startswith("steps 2 | ")
-    assert len(refused) == 2
-    for line in refused:
+    assert len(rejected) == 2
+    for line in rejected:
         assert "needs deepspeed, which cannot be imported" in line
         assert "try: pip install 'lightning-eff[deepspeed]'" in line
 
 
-def test_the_engines_are_extras_beside_the_full_set() -> None:
+def test_the_engines_are_extras_in_addition_to_the_full_set() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for name in ("deepspeed", "triton"):
         (extra,) = project["optional-dependencies"][name]

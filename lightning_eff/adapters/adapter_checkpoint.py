@@ -37,7 +37,7 @@ from lightning_eff.core.shards import full_shape, full_tensor, is_sharded
 
 NO_ADAPTER = (
     "it holds no adapter, only the model\n"
-    "  try: base_checkpoint=PATH of PeftAdapter in place of ckpt_path=PATH, to train an adapter on it"
+    "  try: base_checkpoint=PATH of PeftAdapter instead of ckpt_path=PATH, to train an adapter on it"
 )
 NUM_THREADS = 8
 NUM_DIGEST_CHARACTERS = 16

@@ -294,7 +294,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
     method = name_of_method(config)
     if not names or method in NOT_LINEAR:
         reason = f"{method} is not for linear layers" if names else f"{type(model).__name__} has none"
-        allowed = f"names of layers in place of all linear ones: {reason}"
+        allowed = f"names of layers instead of all linear ones: {reason}"
         raise ConfigError(key="target_modules", value=ALL_LINEAR, allowed=allowed)
     return names
 

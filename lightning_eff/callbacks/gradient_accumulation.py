@@ -118,7 +118,7 @@ class GradientAccumulation(Managed):
         )
         sizes: Any = ({} if num_batches else {0: global_batch_size}) if schedule is None else schedule
         if not num_batches and 0 not in sizes:
-            raise ConfigError(key="schedule", value=schedule, allowed="sizes by epoch or step, from 0 on")
+            raise ConfigError(key="schedule", value=schedule, allowed="sizes by epoch or step, starting at 0")
         self.global_batch_size = global_batch_size
         self.num_batches = num_batches
         self.schedule = schedule
@@ -257,11 +257,12 @@ def _check_one_is_set(settings: Mapping[str, object]) -> None:
     if len(given) == 1:
         return
     if not given:
-        numbers = [f"{PREFIX}.global_batch_size=64", f"{PREFIX}.num_batches=4"]
-        allowed = "a number of samples a step, or num_batches or schedule in its place"
+        words = ("global_batch_size=64", "num_batches=4")
+        numbers = [Remedy(f"{PREFIX}.{word}", f"GradientAccumulation({word})") for word in words]
+        allowed = "the number of samples per step, or num_batches or schedule instead"
         raise ConfigError(key="global_batch_size", value=None, allowed=allowed, remedies=numbers)
     first, *others = given
     shown = " and ".join(f"{key}={settings[key]}" for key in others)
     allowed = f"None with {shown}: one of {', '.join(settings)} decides how many batches make a step"
-    off = [f"{PREFIX}.{key}=null" for key in given] if len(given) == 2 else []
+    off = [Remedy(f"{PREFIX}.{key}=null", f"leave out {key}") for key in given] if len(given) == 2 else []
     raise ConfigError(first, settings[first], allowed=allowed, remedies=off)

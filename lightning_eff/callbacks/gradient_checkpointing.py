@@ -121,7 +121,9 @@ class GradientCheckpointing(Managed):
                 "callbacks.gradient_checkpointing.policy=fit",
                 f'GradientCheckpointing(policy="fit", memory={memory!r})',
             )
-            raise ConfigError(key="memory", value=memory, allowed="with policy=fit only", remedies=[fit])
+            raise ConfigError(
+                key="memory", value=memory, allowed="no memory limit without policy=fit", remedies=[fit]
+            )
         self.policy = policy
         self.memory = memory
         self._fit: MemoryFit | None = None

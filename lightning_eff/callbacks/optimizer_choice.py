@@ -88,7 +88,7 @@ class OptimizerChoice(Managed):
         if optimizer is None:
             raise ConfigError(key="optimizer", value=None, allowed="an optimizer", remedies=[TO_ADAMW])
         if isinstance(optimizer, Optimizer):
-            allowed = "a class, or functools.partial(AdamW, lr=1e-3): it is called with groups later"
+            allowed = "a class, or functools.partial(AdamW, lr=1e-3): the groups come later"
             raise ConfigError(key="optimizer", value=type(optimizer).__name__, allowed=allowed)
         self.optimizer = optimizer
         self.scheduler: SchedulerFactory | Literal["none"] | None = scheduler

@@ -85,7 +85,7 @@ def swap(
                 layer.accumulation = accumulation
                 swapped[name] = layer
     if not swapped and not any(isinstance(module, TritonLinear) for module in model.modules()):
-        text = f"no linear layer that is trained has {min_features} or more input and output features"
+        text = f"no trained linear layer has {min_features} or more input and output features"
         warnings.warn(f"TritonGemm had no effect: {text}; lower min_features", NoEffectWarning, stacklevel=3)
     return swapped
 
@@ -150,7 +150,7 @@ class TritonGemm(Managed):
         """Warn about compiled layers, which the compiler computes; let only one callback replace an MLP."""
         compiled = Rule(
             name="callbacks/torch_compile",
-            reason="the compiler computes the layers of what it compiles",
+            reason="the compiler computes the linear layers of a compiled block itself",
             remedies=(
                 Remedy("~callbacks.triton_gemm", "remove TritonGemm"),
                 Remedy("~callbacks.torch_compile", "remove TorchCompile"),

@@ -354,7 +354,7 @@ def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -
             parser.error(f"expected {' or '.join(CLUSTERS)} first, not {options.kind!r}")
     if parser.takes == COPY:
         if len(rest) != 2:
-            parser.error(f"expected a recipe and the file to write, not {len(rest)} words")
+            parser.error(f"expected a recipe and the file to write, not: {' '.join(rest)}")
         options.file = rest.pop()
     recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
     if len(recipes) != 1:

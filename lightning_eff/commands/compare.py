@@ -54,6 +54,7 @@ def main(options: argparse.Namespace) -> int:
     """Run the verb."""
     values = compose_recipe(options.recipe, options.overrides, RecipePath.of(options.config_dir)).values
     check_local(values, IN_A_PROCESS)
+    planned = _selected(options, values)
     now = datetime.now().astimezone()
     folder = (
         Path(values["output_root"]) / "compare" / f"{options.recipe}_{now:%Y-%m-%d_%H-%M-%S-%f}"
@@ -61,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
     comparison = TrialRounds(folder / "runs", options.limit_s)
     started = time.monotonic()
     try:
-        _measure(options, values, comparison)
+        _measure(options, planned, comparison)
     finally:  # also show what was measured before an interruption
         shutil.rmtree(folder / "runs", ignore_errors=True)
         rows = comparison.table_rows()
@@ -89,9 +90,8 @@ def main(options: argparse.Namespace) -> int:
     return EXIT_OK if any(row.status == MEASURED for row in rows) else EXIT_FAILED
 
 
-def _measure(options: argparse.Namespace, values: dict[str, Any], comparison: TrialRounds) -> None:
+def _measure(options: argparse.Namespace, planned: dict[str, list[str]], comparison: TrialRounds) -> None:
     """Run all rounds; trials that helped alone are combined."""
-    planned = _selected(options, values)
     trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
     trials.insert(1, recipe_trial(options, AS_IT_IS, []))
 

@@ -122,7 +122,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
         by_user = next((word for word in words if word.startswith(f"trainer.{key}=")), "")
         if by_user and found != "auto" and (key == "num_nodes" or asked):
             option = "--gpus" if key == "devices" else "--nodes"
-            allowed = f"auto: {option} {asked} says how many are started"
+            allowed = f"auto: {option} {asked} sets how many start"
             remedies = [f"leave {by_user} out"]
             raise ConfigError(key=f"trainer.{key}", value=found, allowed=allowed, remedies=remedies)
         if found != "auto":
@@ -131,7 +131,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
     if options.kind == "slurm":
         useless = [name for name, value in given.items() if value] + ["--json"] * options.json
         if useless:
-            raise UsageError(f"launch slurm: {useless[0]} is of k8s alone")
+            raise UsageError(f"launch slurm: {useless[0]} is an option of k8s only")
     root = root if any(word.startswith("output_root=") for word in words) else SHARED
     if options.kind == "k8s" and not PurePosixPath(root).is_absolute():
         allowed = f"the path at which pods mount the runs, as in {SHARED}"

@@ -372,7 +372,7 @@ def check_hydra(section: Any) -> None:
             raise ConfigError(f"{name}._target_", target, allowed=allowed)
     # LD_PRELOAD or PYTHONPATH would run code in a worker. Hydra adds the variables that `env_copy` names.
     if variables := [*(section["job"].get("env_set") or ())]:
-        allowed = "none, nor in env_copy: set environment variables where you start the run"
+        allowed = "no variables, here or in env_copy: set them where you start the run"
         raise ConfigError("hydra.job.env_set", variables, allowed=allowed)
     for path, key, value in walk_leaves({"hydra": section}):
         owner = path.removesuffix("._target_")

@@ -213,7 +213,8 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
             remedies = [f"trainer.{name}=auto", restart]
             if launch.by == "slurm" and tasks == 1:
                 remedies.append("SLURM_JOB_NAME=bash lightning-eff train ...  # which starts the ranks")
-            allowed = f"{needed}: {launch.by} started {tasks} processes, {local} of them on this machine"
+            processes = "1 process" if tasks == 1 else f"{tasks} processes, {local} of them on this machine"
+            allowed = f"{needed}: {launch.by} started {processes}"
             value = trainer.get(name, "auto" if name == "devices" else found)
             raise ConfigError(key=f"trainer.{name}", value=value, allowed=allowed, remedies=remedies)
 
@@ -259,7 +260,7 @@ def check_sweep(launch: Launch, recipe: str) -> None:
         UsageError: There are several; the text has a command that works.
     """
     if (launch.num_tasks or 1) > 1:
-        text = f"-m in {launch.num_tasks} processes of {launch.by}: each of them would run the whole sweep"
+        text = f"-m in {launch.num_tasks} processes of {launch.by}: each would run the whole sweep"
         text += f"\n  try: lightning-eff train {recipe} -m ...  # each run starts its own ranks"
         raise UsageError(text)
 

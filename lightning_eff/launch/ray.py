@@ -91,7 +91,7 @@ class Ray:
         trainer, (least, most) = values["trainer"], self.bounds
         devices = str(trainer.get("devices", "auto"))
         if devices not in ("auto", "-1") and not least == most == num_ranks(trainer):
-            allowed = f"auto: launch.workers={self.workers} says how many ranks there are"
+            allowed = f"auto: launch.workers={self.workers} sets the number of ranks"
             remedies = ["trainer.devices=auto", f"launch.workers={num_ranks(trainer)}"]
             raise ConfigError(key="trainer.devices", value=devices, allowed=allowed, remedies=remedies)
         accelerator = str(trainer.get("accelerator", "auto"))

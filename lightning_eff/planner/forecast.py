@@ -215,7 +215,7 @@ class MemoryForecast:
         if not self.memory.is_cuda:
             taken = f"this process has allocated another {human_bytes(self.memory.taken_bytes)}"
             return [*([taken] if self.memory.taken_bytes else []), *self.prediction.assumed]
-        workspace = f"{human_bytes(self.memory.workspace_bytes)} for cuBLAS are included"
+        workspace = f"{human_bytes(self.memory.workspace_bytes)} for cuBLAS is included"
         context = f"the driver keeps {human_bytes(CONTEXT_BYTES)}"
         return [*self.memory.about, f"{workspace}; {context}", DIFFERENT_ON_CUDA, *self.prediction.assumed]
 

@@ -27,9 +27,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The val_check_interval",
 )
 MINE = """
-class Bare(Net):
-    forward = None
-
 class Steps(Net):
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
@@ -49,12 +46,6 @@ class Streams(Data):
     def test_dataloader(self):
         return [DataLoader(Stream(), batch_size=4), DataLoader(Stream(), batch_size=5)]
 
-class Empty(Data):
-    def test_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(0, 8)), batch_size=4)
-
-class TrainData(pl.LightningDataModule):
-    train_dataloader = Data.rows
 """
 OWN = ["model._target_=my_own.Steps", "optimizer.lr=0.1", "trainer.val_check_interval=2", "logger=csv"]
 OWN += ["monitors=[efficiency_report,model_checkpoint]", "callbacks=[empty_cache,exact_resume]"]
@@ -155,21 +146,13 @@ def test_what_cannot_be_evaluated_is_an_error_with_a_remedy(
     err = command("validate", "mine.yaml", *OWN, code=2)[2]
     assert "try: lightning-eff train mine.yaml" in err
     run = train(*OWN)
-    target = "model._target_=my_own"
-    for verb, word, *texts in [
-        ("validate", "ckpt_path=best", "monitors.model_checkpoint.monitor", "=val_loss when"),
-        ("validate", "ckpt_path=no.ckpt", "ckpt_path='no.ckpt': expected an existing checkpoint"),
-        ("test", f"{target}.Net", "test: ", "`test_step()`"),
-        ("predict", f"{target}.Bare", "predict: ", "`forward`"),
-        ("test", "data._target_=my_own.TrainData", "test: ", "`test_dataloader`"),
-        ("validate", "trainer.limit_val_batches=0", "nothing was evaluated", "trainer.limit_val_batches=0"),
-        ("test", "data._target_=my_own.Empty", "nothing was evaluated"),
-        ("test", "model.width=5", "size mismatch for layers.0.weight", f"try: lightning-eff test {run}"),
-        ("test", "launch=ray", "launch='ray': expected none", "try: launch=none"),
+    for verb, word, text in [
+        ("validate", "ckpt_path=best", "try: monitors.model_checkpoint.monitor=val_loss"),
+        ("test", "model._target_=my_own.Net", "`test_step()`"),
+        ("validate", "trainer.limit_val_batches=0", "trainer.limit_val_batches=0"),
+        ("test", "model.width=5", f"try: lightning-eff test {run}"),
     ]:
-        err = command(verb, "mine.yaml", *OWN, word, code=2)[2]
-        for text in texts:
-            assert text in err, word
+        assert text in command(verb, "mine.yaml", *OWN, word, code=2)[2], word
     out = command("validate", str(run), "trainer.limit_val_batches=2", code=0)[1]
     assert "Steps on 2 batches" in out
     assert "note: at most 2 of the batches" in out
@@ -179,7 +162,6 @@ def test_what_cannot_be_evaluated_is_an_error_with_a_remedy(
     assert {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1"} <= found["metrics"].keys()
     moved = shutil.move(run, Path("elsewhere"))
     assert command("validate", str(moved), "--json", code=0)[1]
-    assert "no file outputs/mine.yaml" in command("validate", "outputs/mine", code=2)[2]
 
 
 def test_adapters_and_folders_of_shards_are_evaluated_as_they_were_trained(
@@ -188,10 +170,9 @@ def test_adapters_and_folders_of_shards_are_evaluated_as_they_were_trained(
     words = [*tiny, "optimizer.lr=0.1", "precision=fp32"]
     for recipe in ("lm", "lora"):
         run = train(*words, recipe=recipe)
-        for word in ([recipe, *words], [str(run)]):
-            found = json.loads(command("validate", *word, "--json", code=0)[1])
-            # Not to the bit: while it trains, the loss is computed in tiles.
-            assert found["metrics"]["val_loss"] == pytest.approx(logged(run, "val_loss")[-1], abs=2e-6)
+        found = json.loads(command("validate", str(run), "--json", code=0)[1])
+        # Not to the bit: while it trains, the loss is computed in tiles.
+        assert found["metrics"]["val_loss"] == pytest.approx(logged(run, "val_loss")[-1], abs=2e-6)
     (path,) = Path("outputs/lm").rglob("*.ckpt")
     value = logged(path.parent.parent, "val_loss")[-1]
     content = torch.load(path, weights_only=True)
@@ -203,8 +184,7 @@ def test_adapters_and_folders_of_shards_are_evaluated_as_they_were_trained(
         assert (found["checkpoint"], found["model"]) == (str(path), "GPT")
     assert "on 1 device" in found["notes"][0]
     adapter = next(Path("outputs/lora").rglob("*.ckpt"))
-    err = command("validate", "lm", *tiny, f"ckpt_path={adapter}", code=1)[2]
-    assert "try: +callbacks=peft_adapter" in err
+    assert "+callbacks=peft_adapter" in command("validate", "lm", *tiny, f"ckpt_path={adapter}", code=1)[2]
 
 
 @pytest.mark.slow

@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
-import torch
 import yaml
 
 from lightning_eff.commands.launch import SHARED, ClusterJob
 from tests.support.command_line import Command
-from tests.support.slurm import with_commands
 
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "kubernetes.yaml").read_text())
 BIN = Path(sys.executable).parent
@@ -71,7 +66,7 @@ def test_words_are_those_that_were_typed_whatever_is_in_them(command: Command) -
         assert yaml.safe_load(found)
 
 
-def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts(command: Command) -> None:
+def test_the_clusters_devices_replace_those_of_a_recipe(command: Command) -> None:
     _, script, _ = command(
         "launch", "slurm", "zero2", "--nodes", "2", "--gpus", "4", "seed=3", "data.batch_size=1"
     )
@@ -86,24 +81,6 @@ def test_a_recipe_with_a_number_of_devices_runs_on_those_that_the_cluster_starts
     assert "#SBATCH --ntasks-per-node=2\n" in script, "the recipe's two CPUs"
     assert "gpu" not in script
     assert "ckpt_path=auto" not in script
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["slurm", "zero2", "trainer.devices=2", "--gpus", "8"], "trainer.devices=2"),
-        (["k8s", "lm", "launch=ray"], "launch='ray'"),
-        (["k8s", "lm", "output_root=runs"], "output_root='runs'"),
-        (["slurm", "lm", "--claim", "runs"], "--claim"),
-        (["slurm", "zero2", "--nodes", "2", "--gpus", "8"], "try: data.batch_size=1\n"),
-        (["pbs", "lm"], "'pbs'"),
-        (["slurm"], "expected a recipe"),
-    ],
-)
-def test_what_cannot_be_started_is_refused(command: Command, words: list[str], key: str) -> None:
-    found, out, err = command("launch", *words)
-    assert (found, out) == (2, "")
-    assert key in err
 
 
 @pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (143, False), (0, False)])
@@ -121,56 +98,10 @@ def test_a_job_is_requeued_when_slurm_has_stopped_it(
     assert [path.read_text() for path in tmp_path.glob("requeued")] == ["requeue 7\n"] * is_requeued
 
 
-SCONTROL = """#!/bin/bash
-echo "$*" >> requeued
-"""
-SIGNALLED = """
-import os, signal
-import lightning.pytorch as pl
-
-class Signalled(pl.Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        # What SLURM sends to all tasks before the time is over; in the first start only.
-        if trainer.global_step == 3 and not os.environ.get("SLURM_RESTART_COUNT"):
-            os.kill(os.getpid(), signal.SIGUSR1)
-"""
-
-
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-def last_weights(folder: Path) -> dict[str, Any]:
-    newest = max(folder.rglob("*step-6.ckpt"), key=lambda path: path.stat().st_mtime)
-    return torch.load(newest, weights_only=True)["state_dict"]
-
-
-@pytest.mark.slow
-def test_the_script_is_requeued_when_its_time_is_over_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    (tmp_path / "signalled.py").write_text(SIGNALLED)
-    words = [*TINY, "+callbacks.signalled._target_=signalled.Signalled"]
-    base = with_commands(tmp_path, scontrol=SCONTROL) | {"SLURM_JOB_ID": "7"}
-    base |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-
-    def run(folder: str, **more: str) -> int:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        job = ClusterJob(recipe="lm", words=[*words, f"output_root={tmp_path / folder}"], tasks=2)
-        done = subprocess.run(
-            ["bash", "-c", job.file("slurm")], cwd=tmp_path, env=base | more, timeout=300, check=False,
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode in (0, 138), done.stderr[-3000:]
-        return done.returncode
-
-    assert run("requeued_run") == 138
-    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    assert run("requeued_run", SLURM_RESTART_COUNT="1") == 0
-    assert run("whole", SLURM_RESTART_COUNT="0 ") == 0
-    found, expected = last_weights(tmp_path / "requeued_run"), last_weights(tmp_path / "whole")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow
@@ -202,40 +133,3 @@ def test_the_command_of_a_pod_trains_on_two_machines(kind: str, tmp_path: Path) 
     assert [pod.returncode for pod in pods] == [0, 0], errors
     (report,) = tmp_path.rglob("efficiency.json")
     assert json.loads(report.read_text())["num_steps"] == 2
-
-
-@pytest.mark.slow
-def test_the_workers_of_an_elastic_job_go_on_with_the_machines_that_are_left(tmp_path: Path) -> None:
-    words = [word for word in TINY if not word.startswith("trainer.max_steps")]
-    words += ["trainer.max_steps=2000", "monitors.model_checkpoint.every_n_train_steps=200", "ckpt_path=auto"]
-    torchrun = [
-        BIN / "torchrun", "--nnodes=1:2", "--max-restarts=3", "--nproc-per-node=1", "--rdzv-backend=c10d",
-        "--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{free_port()}",
-    ]  # fmt: skip
-
-    def agent(name: str) -> subprocess.Popen[bytes]:
-        host = f"--rdzv-conf=last_call_timeout=5,is_host={name == 'first'}"  # whose loss ends the job
-        command = [*torchrun, host, "-m", "lightning_eff", "train", "lm", *words]
-        with (tmp_path / name).open("w") as screen:
-            streams: dict[str, Any] = {"stdout": screen, "stderr": subprocess.STDOUT}
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True, **streams)
-
-    agents = [agent("first"), agent("second")]
-    try:
-        while not list(tmp_path.rglob("step-400.ckpt")):
-            assert agents[0].poll() is None, (tmp_path / "first").read_text()[-3000:]
-            time.sleep(0.1)
-        workers = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text().split()
-        for process in (agents[1].pid, *map(int, workers)):
-            os.kill(process, signal.SIGKILL)
-        assert agents[0].wait() == 0, (tmp_path / "first").read_text()[-3000:]
-    finally:
-        for each in agents:
-            each.kill()
-            each.wait()
-    reports = [json.loads(path.read_text()) for path in tmp_path.rglob("efficiency.json")]
-    finished = next(report for report in reports if report["status"] == "finished")
-    assert finished["first_step"] >= 400
-    assert finished["first_step"] + finished["num_steps"] == 2000
-    assert "saved on 2 ranks, now 1" in (tmp_path / "first").read_text()

@@ -189,14 +189,6 @@ def test_what_fails_or_has_no_known_memory_is_left_out(tmp_path: Path) -> None:
     assert world.trials.count(("precision=auto",)) == 1
 
 
-def test_a_recipe_whose_code_was_fixed_is_tried_again(tmp_path: Path) -> None:
-    broken = World(tmp_path)
-    broken.train = lambda change: TrialResult(FAILED, "a bug")
-    with pytest.raises(UsageError, match="the recipe itself fails: a bug"):
-        broken.search.run(CHANGES)
-    assert "precision=auto" in World(tmp_path).search.run(CHANGES)
-
-
 def test_results_are_kept_apart_by_settings_memory_what_makes_the_recipe_fit_and_length() -> None:
     values = compose_recipe("lm", []).values
     other = values | {"data": values["data"] | {"batch_size": 3}}
@@ -274,7 +266,7 @@ def test_the_last_line_is_the_command_and_a_second_call_measures_nothing(
     assert excluded["+callbacks=channels_last"] == NO_EFFECT
 
 
-def test_a_limit_that_nothing_fits_is_said(
+def test_a_limit_that_nothing_fits_is_an_error(
     command: Command, tiny: list[str], trials: list[list[str]]
 ) -> None:
     code, _, err = command("tune", "lm", *tiny, "--memory", "10KiB", "--minutes", "0.2")

@@ -1,4 +1,4 @@
-"""Whatever becomes of a trial's process, there is a result, and nobody is left behind."""
+"""However a trial's process ends, there is a result, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_report_on_the_standard_output_is_what_was_measured(tmp_path: Path) ->
         (1, "x\nerror: it is odd\n  try: y\n", FAILED, "it is odd"),
         (1, "Traceback\nSegmentation fault\n", FAILED, "Segmentation fault"),
         (3, "error: no g++", NOT_RUN, "no g++"),
-        (5, "error: refused", NOT_RUN, "refused"),
+        (5, "error: a conflict", NOT_RUN, "a conflict"),
         (4, "error: CUDA", FAILED, "out of memory: CUDA"),
         (-signal.SIGKILL, "", FAILED, "killed by another process"),
         (7, "", FAILED, "exit code 7"),

@@ -72,8 +72,8 @@ def test_what_helped_is_combined_the_best_first_as_far_as_it_fits() -> None:
     bf16, fp16 = (bare_trial(LM, f"precision={name}_mixed") for name in ("bf16", "fp16"))
     one = [*bare_trial(LM, "callbacks=[a]"), "callbacks.a.x=1"]
     other = merge_overrides(bare_trial(LM, "callbacks=[b]"), ["data.batch_size=4"])
-    refused = bare_trial(LM, "callbacks=[c]")
-    both = combine_trials([bf16, one, fp16, refused, other], lambda trial: "c]" not in trial[0])
+    rejected = bare_trial(LM, "callbacks=[c]")
+    both = combine_trials([bf16, one, fp16, rejected, other], lambda trial: "c]" not in trial[0])
     assert both == [
         "callbacks=[exact_resume,a,b]", "precision=bf16_mixed", "strategy=auto",
         "data.batch_size=4", "callbacks.a.x=1",

@@ -1,4 +1,4 @@
-"""Each form of composition that works, and each that Hydra takes in silence and that is refused here."""
+"""Each form of composition that works; what Hydra accepts and we reject is in tests/messages.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from lightning_eff.config import composition, validate
 from lightning_eff.config.recipes import RecipePath, register
 from lightning_eff.core.catalog import RECIPES
-from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, exit_code
+from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, exit_code
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -68,69 +68,6 @@ def test_the_run_folder_lies_under_the_output_root_named_by_recipe_or_task(empty
         assert composed.values["logger"]["csv"]["save_dir"] == str(composed.run_dir)
 
 
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        ("precision=bf16_mixd", "did you mean 'bf16_mixed'?"),
-        ("+callbacks=empty_cach", "did you mean 'empty_cache'?"),
-        ("sed=3", "did you mean 'seed'?"),
-        ("trainer", "expected key=value"),
-        ("model.d_model=${nothing.there}", "model.d_model"),
-        ("model.d_model=???", "model.d_model"),
-        ("model=null", "must be a string or a list"),
-    ],
-)
-def test_what_hydra_cannot_compose_is_said_in_short(override: str, text: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        compose(override)
-    assert text in str(caught.value)
-    assert len(str(caught.value).splitlines()) <= 4
-
-
-REJECTED = """
-optimizer.lrr=3 callbacks.empty_cache.every_n_step=3 +trainer.max_stepz=3 +callbacks/empty_cach=default
-trainer.callbacks=[] trainer.max_steps=true optimizer.betas=[0.9]
-callbacks.empty_cache.every_n_steps=[1] callbacks.empty_cache.every_n_steps=0 callbacks.empty_cache=3
-seed=-1 ~model model._target_=os.system model._target_=torch.nn.Linear model._target_=no_such_module.Net
-model._target_=lightning_eff.models.gpt.GTP model._target_=os.path model._target_=7 model._args_=[1]
-optimizer._target_=torch.optim.lr_scheduler.StepLR ++callbacks.x._target_=subprocess.Popen
-+hydra.callbacks.x._target_=subprocess.Popen +hydra.job_logging.handlers.x.filename=/tmp/x
-hydra.mode=MULTIRUN hydra.run.dir=outputs/../outside hydra.sweep.dir=/tmp/outside
-hydra.output_subdir=../../../outside monitors.model_checkpoint.dirpath=/tmp/x
-monitors.model_checkpoint.filename=../x data.cache_dir=/tmp/x output_root=''
-"""
-"""Typos, forms that Hydra takes in silence, types, classes that a config may not reach, folders outside."""
-REJECTED_AT = {
-    "+optimzer.lr=3": "optimzer",
-    "+callbacks.optimizer_choice.scheduler=null": "callbacks.optimizer_choice",
-    "callbacks=[empty_cache] callbacks=optimizer_choice": "callbacks",
-    "model.d_model={_target_:subprocess.Popen}": "model.d_model._target_",
-    "model.d_model=[{_target_:os.system}]": "model.d_model[0]._target_",
-    "logger.csv._target_=${model._target_}": "logger.csv._target_",
-    "logger.csv.name=../../../escaped": "logger.csv.name",
-    "+hydra.job.env_set.LD_PRELOAD=x": "hydra.job.env_set",
-    "hydra.job.env_copy=[PATH]": "hydra.job.env_set",
-    "strategy=ddp strategy._args_=[1]": "strategy._args_",
-    "hydra/job_logging=default": "hydra.job_logging.formatters.simple.format",
-}
-REJECTED_AT |= {line: line.partition("=")[0].lstrip("+~") for line in REJECTED.split()}
-
-
-@pytest.mark.parametrize("words", REJECTED_AT)
-def test_what_cannot_be_used_is_rejected_by_its_key(words: str, empty_folder: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(*words.split())
-    assert caught.value.key == REJECTED_AT[words]
-    assert len(str(caught.value).splitlines()) <= 4
-    assert list(empty_folder.iterdir()) == []
-
-
-def test_a_file_in_the_place_of_the_output_root_is_refused(empty_folder: Path) -> None:
-    (empty_folder / "outputs").write_text("")
-    with pytest.raises(ConfigError, match="a folder with write access"):
-        compose()
-
-
 USERS_MODULE = """
 import lightning.pytorch as pl
 
@@ -138,18 +75,6 @@ class Net(pl.LightningModule):
     def __init__(this, *, width: int = 2, context_length: int = 8) -> None:
         super().__init__()
 """
-
-
-def test_a_model_of_ones_own_keeps_its_keys_and_loses_the_others(
-    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(empty_folder))
-    (empty_folder / "net_of_mine.py").write_text(USERS_MODULE)
-    model = compose("model._target_=net_of_mine.Net", "model.width=3")["model"]
-    assert model == {"_target_": "net_of_mine.Net", "width": 3, "context_length": 256}
-    (empty_folder / "broken_module_of_mine.py").write_text("import module_that_is_missing\n")
-    with pytest.raises(ConfigError, match="No module named 'module_that_is_missing'"):
-        compose("model._target_=broken_module_of_mine.Net")
 
 
 def own_folder(folder: Path, **files: str) -> RecipePath:
@@ -160,7 +85,7 @@ def own_folder(folder: Path, **files: str) -> RecipePath:
     return RecipePath((folder / "mine",))
 
 
-def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
+def test_a_custom_recipe_and_group(empty_folder: Path) -> None:
     mine = own_folder(
         empty_folder,
         often="defaults:\n  - lm\n  - callbacks: [very_often]\n  - _self_\nseed: 7\n",
@@ -177,21 +102,15 @@ def test_a_recipe_and_groups_of_ones_own(empty_folder: Path) -> None:
 def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(empty_folder: Path) -> None:
     callbacks = compose("callbacks=[gradient_accumulation]")["callbacks"]
     assert callbacks["gradient_accumulation"]["global_batch_size"] == 16
-    with pytest.raises(ConfigError, match="'gradient_accumulation' is not in callbacks"):
+    with pytest.raises(ConfigError, match="gradient_accumulation"):
         compose("callbacks=[]", "callbacks.gradient_accumulation.global_batch_size=8")
-    with pytest.raises(ConfigError, match=r"'tiledloss' is not in callbacks; did you mean 'tiled_loss'\?$"):
+    with pytest.raises(ConfigError, match="tiledloss"):
         compose("callbacks.tiledloss.head=x")
     mine = own_folder(
         empty_folder, typo="defaults:\n  - lm\n  - _self_\ncallbacks:\n  emty_cache:\n    x: 1\n"
     )
     with pytest.raises(ConfigError, match="emty_cache"):
         composition.compose_recipe("typo", ["callbacks=[]"], mine)
-
-
-def test_a_callback_without_its_package_line_is_told_so(empty_folder: Path) -> None:
-    text = "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\n"
-    with pytest.raises(ConfigError, match=r"begin its YAML with `# @package callbacks.NAME`"):
-        composition.compose_recipe("lm", ["callbacks=[bare]"], own_folder(empty_folder, callbacks__bare=text))
 
 
 MIXED = """
@@ -229,11 +148,11 @@ def test_a_file_of_several_callbacks(overrides: list[str], names: list[str], emp
 
 def test_of_a_file_of_several_callbacks_none_is_dropped_in_silence(empty_folder: Path) -> None:
     mine = own_folder(empty_folder, callbacks__own=OWN)
-    with pytest.raises(ConfigError, match="Hydra dropped 'own'"):
+    with pytest.raises(ConfigError, match="callbacks="):
         composition.compose_recipe("baseline", ["callbacks=own", "callbacks=[empty_cache]"], mine)
     without_class = OWN.replace("_target_: lightning.pytorch.callbacks.Ti", "a: ")
     mine = own_folder(empty_folder, callbacks__own=without_class)
-    with pytest.raises(ConfigError, match="'timer' is not in callbacks"):
+    with pytest.raises(ConfigError, match=r"callbacks\.timer="):
         composition.compose_recipe("baseline", ["callbacks=own"], mine)
 
 
@@ -262,17 +181,11 @@ def test_an_experiment_is_applied_last_and_overrides_after_it(empty_folder: Path
     )
     values = composition.compose_recipe("lm", ["experiment=big", "+callbacks=tiled_loss"], mine).values
     assert list(values["callbacks"]) == ["empty_cache", "tiled_loss"]
-    with pytest.raises(UsageError, match=r"experiment=bigg: no such option; did you mean 'big'\?"):
-        composition.compose_recipe("lm", ["experiment=bigg"], mine)
-    with pytest.raises(ConfigError, match="begins with `# @package _global_`"):
-        composition.compose_recipe("lm", ["experiment=bare"], mine)
-    with pytest.raises(ConfigError, match=r"experiment/NAME\.yaml in a --config-dir"):
-        composition.compose_recipe("lm", ["experiment=big"])
     with composition.recipe_app("lm", ["experiment=big,small"], mine) as app:
         app.check_sweep()
     with (
         composition.recipe_app("lm", ["experiment=small,bare"], mine) as app,
-        pytest.raises(ConfigError, match="begins with"),
+        pytest.raises(ConfigError, match="experiment="),
     ):
         app.check_sweep()
 
@@ -311,9 +224,7 @@ def test_every_extra_is_declared() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["callbacks.empty_cache.every_n_step=3"],
         ["strategy=fsdp2", "strategy.every_n_steps=3"],
-        ["model.every_n_steps=3"],
         ["+callbacks.second={_target_: lightning_eff.callbacks.empty_cache.EmptyCache, every_n_step: 3}"],
     ],
 )
@@ -329,7 +240,7 @@ def test_a_misspelt_key_is_rejected_before_lightning_is_imported(
     imports_lightning = Mock(side_effect=AssertionError("Lightning is imported"))
     monkeypatch.undo()
     monkeypatch.setattr(validate, "_check_trainer", imports_lightning)
-    with pytest.raises(ConfigError, match="expected a parameter of"):
+    with pytest.raises(ConfigError, match="every_n_step"):
         compose(*words)
 
 
@@ -340,12 +251,10 @@ def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pyt
         "import lightning.pytorch as pl\n\n\nclass Data(pl.LightningDataModule):\n    batch = 4\n"
     )
     data = "data._target_=my_loaded.Data"
-    sizes = ["model.vocab_size=16", "model.context_length=16"]  # the recipe's are those of its data
+    sizes = ["model.vocab_size=16", "model.context_length=16"]  # the recipe takes them from its data
     own = compose(data, *sizes)["data"]
-    assert own == {"_target_": "my_loaded.Data"}, "those of the recipe are left out"
-    with pytest.raises(
-        ConfigError, match=r"data\.batch_size=8: expected a parameter of Data; there are none"
-    ):
+    assert own == {"_target_": "my_loaded.Data"}, "the recipe's settings are left out"
+    with pytest.raises(ConfigError, match=r"data\.batch_size=8"):
         compose(data, *sizes, "data.batch_size=8")
     slots = compose("+callbacks.own._target_=lightning.pytorch.Callback")  # whose constructor is C's
     assert slots["callbacks"]["own"] == {"_target_": "lightning.pytorch.Callback"}
@@ -366,9 +275,9 @@ def test_a_recipe_file_with_a_class_of_its_own_leaves_out_what_that_does_not_tak
         model = composition.compose_recipe(words[0], words[1:], path).values["model"]
         assert model == {"_target_": "my_written.Net"} | ({} if width is None else {"width": width})
     Path("mine.yaml").write_text(f"defaults:\n  - baseline\n  - _self_\n{own}  widht: 3\n")
-    with pytest.raises(ConfigError, match=r"model\.widht=3: .*did you mean 'width'"):
+    with pytest.raises(ConfigError, match=r"model\.widht=3"):
         composition.compose_recipe("mine", [], path)
     others = "model:\n  _target_: lightning_eff.models.cnn.CNN\n  channels: 4\n"
     Path("mine.yaml").write_text(f"defaults:\n  - baseline\n  - _self_\n{others}")
     typed = composition.compose_recipe("mine", ["model._target_=my_written.Net"], path).values
-    assert typed["model"] == {"_target_": "my_written.Net"}, "the file's settings are those of its own class"
+    assert typed["model"] == {"_target_": "my_written.Net"}, "the file's settings belong to its own class"

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from lightning_eff.core.errors import ConfigError, UsageError, keep_overrides
+from lightning_eff.core.errors import ConfigError, UsageError
 from lightning_eff.launch import job, ranks
 from lightning_eff.launch.job import (
     Launch,
     check_machines,
     check_tasks,
-    num_devices,
     num_ranks,
     shared_run_dir,
 )
@@ -59,90 +58,52 @@ def test_ranks_are_counted_without_a_trainer(trainer: dict[str, Any], expected: 
     assert num_ranks(trainer) == expected
 
 
-def test_devices_that_are_no_number_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.devices='two'"):
-        num_devices({"devices": "two"})
-
-
 @pytest.mark.parametrize(
-    ("trainer", "started", "message"),
+    ("trainer", "started", "key"),
     [
-        ({"devices": 2}, Launch("torchrun", 0, 4, 4), "try: torchrun --nnodes 1 --nproc-per-node 2 -m"),
-        ({"devices": 2}, Launch("torchrun", 0, 4, 2), "trainer.num_nodes=1: expected 2: torchrun started 4"),
-        ({"devices": 2, "num_nodes": 3}, Launch("slurm", 0, 4, 2), "try: trainer.num_nodes=auto"),
-        ({"devices": 1}, Launch("slurm", 0, 2), "SLURM_NTASKS=2: expected --ntasks-per-node as well"),
-        ({"devices": 2}, Launch("slurm", 0, 1), "try: SLURM_JOB_NAME=bash lightning-eff train"),
+        ({"devices": 2}, Launch("torchrun", 0, 4, 4), "trainer.devices"),
+        ({"devices": 2, "num_nodes": 3}, Launch("slurm", 0, 4, 2), "trainer.num_nodes"),
+        ({"devices": 1}, Launch("slurm", 0, 2), "SLURM_NTASKS"),
         ({"devices": 2}, Launch(), ""),
         ({"devices": 2, "num_nodes": 2}, Launch("slurm", 3, 4, 2), ""),
-        ({"devices": 1}, Launch("slurm", 0, 1), ""),
         ({"num_nodes": "auto"}, Launch("torchrun", 0, 6, 3), ""),
-        ({"devices": "auto", "num_nodes": 1}, Launch("slurm", 0, 6, 3), "trainer.num_nodes=1: expected 2"),
+        ({"devices": "auto", "num_nodes": 1}, Launch("slurm", 0, 6, 3), "trainer.num_nodes"),
     ],
 )
-def test_tasks_that_do_not_fit_are_refused_with_what_does(
-    trainer: dict[str, Any], started: Launch, message: str
-) -> None:
-    with keep_overrides(), pytest.raises(ConfigError) if message else nullcontext() as caught:
+def test_tasks_that_do_not_fit_are_rejected(trainer: dict[str, Any], started: Launch, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}=") if key else nullcontext():
         check_tasks(trainer, started)
-    assert message in str(caught and caught.value)
 
 
 @pytest.mark.parametrize(
-    ("trainer", "environment", "message"),
+    ("trainer", "environment", "key"),
     [
         ({"num_nodes": "auto"}, {}, ""),
         ({"num_nodes": 2}, {"NODE_RANK": "1", "MASTER_ADDR": "a"}, ""),
         ({"num_nodes": "auto"}, {"NODE_RANK": "0"}, ""),
-        ({"num_nodes": "auto"}, {"NODE_RANK": "0", "MASTER_ADDR": "a"}, "NODE_RANK='0'"),
-        ({"num_nodes": 2}, {"PET_NNODES": "1:4"}, "PET_NNODES='1:4': expected torchrun"),
+        ({"num_nodes": "auto"}, {"NODE_RANK": "0", "MASTER_ADDR": "a"}, "NODE_RANK"),
+        ({"num_nodes": 2}, {"PET_NNODES": "1:4"}, "PET_NNODES"),
         ({"devices": 1, "num_nodes": "auto"}, {"WORLD_SIZE": "1", "RANK": "0"}, ""),
         ({"devices": 1, "num_nodes": 4}, {"WORLD_SIZE": "4", "NODE_RANK": "2"}, ""),
-        ({"devices": 1, "num_nodes": "auto"}, {"WORLD_SIZE": "4", "RANK": "2"}, "WORLD_SIZE='4'"),
-        ({"devices": 2}, {"WORLD_SIZE": "4", "RANK": "2"}, "try: env -u WORLD_SIZE"),
+        ({"devices": 2}, {"WORLD_SIZE": "4", "RANK": "2"}, "WORLD_SIZE"),
     ],
 )
 def test_a_machine_of_several_does_not_train_alone(
-    trainer: dict[str, Any], environment: dict[str, str], message: str
+    trainer: dict[str, Any], environment: dict[str, str], key: str
 ) -> None:
-    with keep_overrides(), pytest.raises(ConfigError) if message else nullcontext() as caught:
+    with pytest.raises(ConfigError, match=key) if key else nullcontext():
         check_machines(trainer, environment)
-    assert message in str(caught and caught.value)
 
 
-def test_train_refuses_before_anything_is_built(
+def test_train_rejects_them_before_anything_is_built(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("lightning_eff.run.build", lambda *_, **__: pytest.fail("it was built"))
     monkeypatch.setattr("lightning_eff.launch.ranks.end_with_parent", lambda: None)
-    code, _, err = command("train", "baseline", *tiny, "trainer.devices=3")
-    assert code == 2
-    assert "trainer.devices=3: expected 2: torchrun started 2" in err
-    assert "try: trainer.devices=auto" in err
+    assert "trainer.devices=3: " in command("train", "baseline", *tiny, "trainer.devices=3", code=2)[2]
     assert not Path("outputs").exists()
-
-
-@pytest.mark.parametrize(
-    ("environment", "words", "expected", "messages"),
-    [
-        (TORCHRUN, [], 2, ("each of them would run the whole sweep", "try: lightning-eff train lm -m ...")),
-        ({}, ["hydra/launcher=submitit_missing"], 3, ("try: pip install 'lightning-eff[slurm]'",)),
-        ({}, ["hydra/sweeper=optuna_missing"], 3, ("try: pip install 'lightning-eff[optuna]'",)),
-        ({}, ["model.dropout=interval(0,1)"], 2, ("hydra/sweeper=optuna optimized_metric=val_loss",)),
-    ],
-)
-def test_sweeps_that_cannot_be_are_refused_with_what_works(
-    environment: dict[str, str], words: list[str], expected: int, messages: tuple[str, ...],
-    command: Command, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr("lightning_eff.launch.ranks.end_with_parent", lambda: None)
-    monkeypatch.setattr("lightning_eff.commands.train.configure_logging", lambda _: None)
-    code, _, err = command("train", "lm", "-m", "seed=1,2", *words)
-    assert code == expected
-    assert all(message in err for message in messages), err
 
 
 def test_slurm_names_the_folder_and_a_folder_that_a_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +135,7 @@ def test_the_ranks_of_each_attempt_meet_at_an_address_of_their_own(monkeypatch: 
     started_again()
     monkeypatch.setattr(job, "WAIT_S", 1.0)
     for rank in (1, 0):  # each alone, and what it asks or answers is left in torchrun's store
-        with pytest.raises(UsageError, match="did not agree on a folder in torchrun's store within 1 s"):
+        with pytest.raises(UsageError, match="within 1 s"):
             folder_of(rank, "lost")
     monkeypatch.setattr(job, "WAIT_S", 60.0)
     for attempt in ("first", "second"):
@@ -198,7 +159,7 @@ def test_the_ranks_of_each_attempt_meet_at_an_address_of_their_own(monkeypatch: 
 def test_each_attempt_under_torchrun_says_why_it_failed(
     restarts: str, rank: int, error: Exception, is_reported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own summary comes after the last; a setting that all ranks refuse is printed by one of them."""
+    """Its own summary comes after the last; a setting that all ranks reject is printed by one of them."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     monkeypatch.setattr(ranks, "report_error", lambda error: True)
     with pytest.raises(type(error)), ranks.reported_to_parent(Launch("lightning", rank)):

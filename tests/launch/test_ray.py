@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.launch import ray_driver
-from lightning_eff.launch.job import Launch, as_started, check_not_started, check_tasks
+from lightning_eff.launch.job import Launch, as_started, check_tasks
 from lightning_eff.launch.ray import Ray
 from lightning_eff.launch.ray_worker import RayReport, check_device, check_even, reported_checkpoint
 from tests.support.command_line import TINY, Command
@@ -44,7 +45,6 @@ def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
         ({"workers": 2}, {"trainer": {"devices": 2}}, ""),
         ({"workers": [2, 4]}, {"trainer": {"devices": 2}}, "trainer.devices="),
         ({"gpu": True}, {"trainer": {"accelerator": "cpu"}}, "trainer.accelerator="),
-        ({}, {"trainer": {"accelerator": "gpu"}}, "try: launch.gpu=true"),
         ({}, {"monitors": {"model_checkpoint": {"dirpath": "out/other"}}}, "model_checkpoint.dirpath="),
     ],
 )
@@ -54,23 +54,18 @@ def test_what_contradicts_the_run_is_rejected_before_ray_starts(
     values = {"trainer": {"devices": "auto", "accelerator": "auto"}, "run_dir": "out"}
     values["trainer"] = {**values["trainer"], **changed.get("trainer", {})}
     values |= {key: value for key, value in changed.items() if key != "trainer"}
-    if not text:
+    with pytest.raises(ConfigError, match=text) if text else nullcontext():
         Ray(**options).check(values)
-        return
-    with pytest.raises(ConfigError) as raised:
-        Ray(**options).check(values)
-    assert text in str(raised.value)
 
 
-def test_a_global_batch_fits_any_number_of_workers_that_a_run_may_go_on_with() -> None:
+def test_a_global_batch_fits_any_number_of_workers_that_a_run_may_resume_with() -> None:
     values: dict[str, Any] = {"trainer": {}, "run_dir": "out"}
     values["data"] = {"_target_": "lightning_eff.data.text.Text", "batch_size": 4}
     values["callbacks"] = {"gradient_accumulation": {"global_batch_size": 16}}
     Ray(workers=[1, 2]).check(values)
-    with pytest.raises(ConfigError, match="a multiple of 24"):
-        Ray(workers=[1, 3]).check(values)
-    with pytest.raises(ConfigError, match=r"a multiple of 32 .*\n  try: batch_size=2\n"):
-        Ray(workers=8, address="auto").check(values)
+    for workers in ([1, 3], 8):
+        with pytest.raises(ConfigError, match="global_batch_size=16"):
+            Ray(workers=workers, address="auto").check(values)
     Ray(workers=8, address="auto").check(values | {"data": {"_target_": "mine.Data", "batch_size": 4}})
 
 
@@ -91,38 +86,14 @@ def test_the_number_of_devices_in_a_recipe_gives_way_to_the_workers(
     assert command("train", "fsdp2", "launch=ray", "launch.workers=1", "trainer.devices=2", *own)[0] == 2
 
 
-@pytest.mark.parametrize("started", [Launch("torchrun", 0, 2, 2), Launch("lightning")])
-def test_ray_starts_no_ranks_in_ranks(started: Launch) -> None:
-    with pytest.raises(ConfigError, match=f"{started.by} has started the ranks already"):
-        check_not_started(started)
-
-
-@pytest.mark.parametrize("missing", ["ray", "ray.train.torch"])
 def test_the_command_says_how_to_install_ray(
-    missing: str, command: Command, fake: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, fake: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setitem(sys.modules, "ray.train.torch", None)
     code, _, log = command("train", "lm", "launch=ray", *TINY, f"output_root={tmp_path}")
     assert code == 3
     assert "try: pip install 'lightning-eff[ray]'" in log
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["launch.workers=2"], "try: launch=ray"),
-        (["launch=rey"], "did you mean 'ray'?"),
-        (["launch=ray", "launch.worker=2"], "did you mean 'workers'?"),
-        (["launch=ray", "launch.workers=2", "trainer.devices=4"], "try: launch.workers=4"),
-    ],
-)
-def test_the_command_names_what_is_wrong(
-    words: list[str], text: str, command: Command, tmp_path: Path
-) -> None:
-    code, _, log = command("train", "lm", *words, *TINY, f"output_root={tmp_path}")
-    assert code == 2
-    assert text in log
 
 
 def test_lightning_finds_ranks_and_devices_in_a_workers_variables(
@@ -146,14 +117,14 @@ def test_machines_with_different_numbers_of_workers_are_rejected(monkeypatch: py
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     check_even(Launch("ray", num_tasks=3, num_local_tasks=2))
-    with pytest.raises(ConfigError, match=r"launch.workers=3: expected .* they have \[1, 2\] workers"):
+    with pytest.raises(ConfigError, match=r"launch\.workers=3: .*\[1, 2\]"):
         check_even(Launch("ray", num_tasks=3, num_local_tasks=1))
 
 
 def test_a_gpu_that_lightning_would_not_take_is_rejected() -> None:
     check_device(torch.device("cuda:1"), 1)
     check_device(torch.device("cpu"), 1)
-    with pytest.raises(EnvironmentLacksError, match="local rank 0 has cuda:2: Lightning would use cuda:0"):
+    with pytest.raises(EnvironmentLacksError, match="cuda:2"):
         check_device(torch.device("cuda:2"), 0)
 
 
@@ -201,11 +172,10 @@ def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTr
     assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
 
 
-@pytest.mark.parametrize(
-    ("verb", "reason"),
-    [("plan", "plan as many trainer.devices"), ("compare", "a trial is a process of this machine")],
-)
-def test_verbs_that_start_nothing_on_ray_reject_it(verb: str, reason: str, command: Command) -> None:
-    code, _, err = command(verb, "lm", "launch=ray", "launch.workers=[1,2]")
-    assert code == 2
-    assert f"launch='ray': expected none: {reason}" in err
+@pytest.mark.slow
+def test_a_plan_is_of_as_many_devices_as_there_are_workers(command: Command) -> None:
+    words = ("trainer.accelerator=cpu", "trainer.devices=auto", "launch=ray", "launch.workers=[1,2]")
+    code, out, err = command("plan", "fsdp2", *words, "--json")
+    assert code == 0, err
+    assert [row["devices"] for row in json.loads(out)["division"]][:2] == [1, 2]
+    assert command("plan", "fsdp2", *words[:3], "launch.workers=1")[0] == 5, "one device is not sharded"

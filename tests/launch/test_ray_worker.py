@@ -93,7 +93,7 @@ def test_why_a_worker_ended_reaches_the_driver_and_only_failures_are_restarted(
 
 
 def test_a_machine_that_does_not_see_the_run_is_named(rank_0: Path) -> None:
-    with pytest.raises(RuntimeError, match="output_root must be shared by all machines"):
+    with pytest.raises(RuntimeError, match="output_root"):
         ray_worker.work(
             {"train": print, "words": [], "folder": str(rank_0 / "other"), "cwd": ".", "gpu": False}
         )
@@ -103,7 +103,7 @@ def test_a_lost_worker_is_named(tmp_path: Path) -> None:
     error: Any = RuntimeError("Training failed")
     error.worker_failures = {0: RuntimeError("connection closed"), 1: WorkerHealthCheckFailedError()}
     failure = ray_driver._failure(error, tmp_path, 3)
-    assert str(failure).startswith("rank 1 was lost, perhaps because memory ran out")
+    assert str(failure).startswith("rank 1 ")
     assert str(ray_driver._failure(RuntimeError("other"), tmp_path, 3)) == "RuntimeError: other"
     assert ray_driver._failure(None, tmp_path, 3) is None
 
@@ -122,27 +122,19 @@ def test_a_file_tells_a_run_of_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert received == [signal.SIGTERM]
 
 
-def test_a_root_that_cannot_be_written_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_driver, "_check_installed", lambda: None)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"output_root='.*file/lm': expected a folder that can be created"):
-        ray_driver.run(Ray(), print, [], tmp_path / "file" / "lm" / "run")
-
-
 def test_a_run_without_room_is_rejected_or_waits_for_a_cluster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray_driver._check_room(Ray(workers=[2, 4], gpu=True), {"CPU": 2.0, "GPU": 2.0})
     for options, resources, remedy in [
-        ({"workers": 3, "gpu": True}, {"CPU": 3.0, "GPU": 2.0}, "launch.workers=2\n"),
-        ({"workers": 3, "gpu": True}, {"CPU": 3.0}, "launch.gpu=false\n"),
-        ({"workers": [3, 9], "cpus": 2}, {"CPU": 4.0}, "launch.workers=[2,9]\n"),
-        ({"cpus": 5}, {"CPU": 4.0}, "launch.cpus=1\n"),
+        ({"workers": 3, "gpu": True}, {"CPU": 3.0, "GPU": 2.0}, r"launch\.workers=2"),
+        ({"workers": 3, "gpu": True}, {"CPU": 3.0}, r"launch\.gpu=false"),
+        ({"workers": [3, 9], "cpus": 2}, {"CPU": 4.0}, r"launch\.workers=\[2,9\]"),
+        ({"cpus": 5}, {"CPU": 4.0}, r"launch\.cpus=1"),
     ]:
-        with pytest.raises(EnvironmentLacksError) as raised:
+        with pytest.raises(EnvironmentLacksError, match=f"try: {remedy}"):
             ray_driver._check_room(Ray(**options), resources)
-        assert f"  try: {remedy}" in str(raised.value)
     assert capsys.readouterr().err == ""
     ray_driver._check_room(Ray(workers=3, cpus=2, address="auto"), {"CPU": 4.0})
-    assert capsys.readouterr().err == "launch.workers=3 needs 6 CPUs, and Ray has 4: waits for more\n"
+    assert capsys.readouterr().err.startswith("launch.workers=3 ")

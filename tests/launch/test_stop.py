@@ -22,7 +22,6 @@ LAUNCHERS = {
     "own": [sys.executable, "-m"],
     "torchrun": [str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "-m"],
 }
-STOPPED_LINE = "stopped; ckpt_path=auto resumes from this command's newest checkpoint, if it has saved one"
 FAULTY = """
 import os, signal, time
 from pathlib import Path
@@ -136,12 +135,12 @@ def test_a_signal_to_one_rank_of_this_process(command: Command, monkeypatch: pyt
     assert_stopped([line for line in (out + err).splitlines() if line.strip(" =")])
 
 
-def assert_stopped(lines: list[str], *, is_told: bool = True) -> None:
+def assert_stopped(lines: list[str], *, is_printed: bool = True) -> None:
     (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
     assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
     assert sum("Stopped after" in line for line in lines) == 1, lines
-    if is_told:
-        assert lines[-1] == STOPPED_LINE
+    if is_printed:
+        assert lines[-1].startswith("stopped")
 
 
 @SLOW
@@ -152,7 +151,7 @@ def assert_stopped(lines: list[str], *, is_told: bool = True) -> None:
         ("own", "ddp", "SIGUSR1:1:step", 138),
         ("own", "deepspeed_zero", "SIGTERM:0:step", 143),
         ("own", "fsdp2", "SIGINT:1:step", 130),
-        ("torchrun", "fsdp2", "SIGTERM:1:step", 1),  # torchrun has a code of its own
+        ("torchrun", "fsdp2", "SIGTERM:1:step", 1),  # torchrun has its own code
     ],
 )
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(
@@ -161,7 +160,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     process = start(launcher, strategy, fault, "trainer.max_steps=100000")
     lines = end_of(process)
     assert process.returncode == code, "\n".join(lines)
-    assert_stopped(lines, is_told=launcher == "own")
+    assert_stopped(lines, is_printed=launcher == "own")
 
 
 @SLOW
@@ -177,7 +176,7 @@ def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
         return
     assert process.returncode == 128 + (signal.SIGTERM if number == signal.SIGHUP else number), lines
     assert len(list(Path("outputs/baseline").glob("*/checkpoints/*.ckpt"))) == 1
-    assert lines[-1] == STOPPED_LINE
+    assert lines[-1].startswith("stopped")
 
 
 @SLOW

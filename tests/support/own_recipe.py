@@ -46,3 +46,17 @@ model: {_target_: my_own.Net, width: 3}
 data: {_target_: my_own.Data}
 trainer: {max_steps: 6, accelerator: cpu}
 """
+PICKY = """
+from lightning_eff.models.gpt import GPT
+
+class Picky(GPT):
+    def training_step(self, batch, batch_idx):
+        if self.hparams['dropout'] == 0.5:
+            raise RuntimeError('no dropout, please')
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log('mine', float('nan') if self.hparams['dropout'] else 0.5)
+"""
+"""A model of which some runs of a sweep fail, and some log no number."""
