@@ -36,21 +36,17 @@ SETTING = re.compile(
 )
 COMPILED = "callbacks=[gradient_checkpointing,torch_compile]"
 POLICY = "callbacks.gradient_checkpointing.policy"
-SIZE = "callbacks.gradient_accumulation.global_batch_size"
 REJECTED = [
     "optimizer=in_backward",
     "optimizer=in_backward trainer.accumulate_grad_batches=2",
-    f"optimizer=in_backward +callbacks=gradient_accumulation {SIZE}=32",
     "optimizer=in_backward +callbacks=micro_batch",
     "optimizer=in_backward precision=fp16_mixed",
     f"callbacks=[gradient_checkpointing] {POLICY}=budget",
     f"{COMPILED} {POLICY}=selective",
     f"{COMPILED} callbacks.torch_compile.target=forward",
-    f"{COMPILED} callbacks.torch_compile.mode=reduce-overhead",
     "callbacks=[triton_gemm,torch_compile]",
     "callbacks=[micro_batch,torch_compile]",
     "callbacks=[micro_batch] strategy=fsdp2",
-    "strategy=fsdp2",
     "optimizer=schedule_free",
     "optimizer=cpu_offload strategy=fsdp2",
     "+callbacks=peft_adapter precision=frozen_int8 strategy=fsdp2",
@@ -75,7 +71,7 @@ def findings(overrides: str) -> list[RuleFinding]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if index % 4 == 0 else [pytest.mark.slow])
+        pytest.param(case, marks=[] if index % 7 == 0 else [pytest.mark.slow])
         for index, case in enumerate(REJECTED)
     ],
 )

@@ -24,17 +24,6 @@ def test_names_are_whole_where_the_longest_ones_fit_beside_each_other(width: int
     )
 
 
-def test_words_of_sentences_are_broken_after_signs_and_before_names() -> None:
-    name, options = "callbacks/optimizer_choice", "AdamW(lr=0.003) scheduler=WarmupDecay(warmup_steps=16)"
-    lines = text_table(["technique", "options"], [[name, options]], width=50).split("\n")[1:]
-    assert [line.split() for line in lines] == [
-        [name, "AdamW(lr=0.003)"],
-        ["scheduler="],
-        ["WarmupDecay("],
-        ["warmup_steps=16)"],
-    ]
-
-
 def test_where_they_do_not_fit_nothing_is_lost() -> None:
     lines = text_table(HEADER, ROWS, width=40).split("\n")
     assert max(map(len, lines)) <= 40
