@@ -194,30 +194,6 @@ def test_an_unsynced_folder_is_reported_and_the_new_file_is_intact(
         save(tmp_path / "a.ckpt", 3)
 
 
-def test_a_folder_without_permission_and_a_file_as_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"(File exists|Not a directory)"):
-        save(tmp_path / "file" / "a.ckpt", 1)
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        folder = Path(name)
-        save(folder / "a.ckpt", 1)
-        folder.chmod(0o555)
-        if os.geteuid() == 0:
-            os.seteuid(65534)
-        try:
-            with pytest.raises(CheckpointError, match="Permission denied"):
-                save(folder / "a.ckpt", 2)
-            io = Durable()
-            io._own_files.add(folder.resolve() / "a.ckpt")
-            with pytest.raises(CheckpointError, match="Permission denied"):
-                io.remove_checkpoint(folder / "a.ckpt")
-        finally:
-            if os.getuid() == 0:
-                os.seteuid(0)
-            folder.chmod(0o755)
-        assert load(folder / "a.ckpt") == 1
-
-
 def test_other_files_are_not_overwritten_and_links_are_replaced(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("mine")

@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_eff.checkpoint import atomic_write, sharded, stored_weights
 from lightning_eff.checkpoint.sharded import LazyShardedTensor, split_shards
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.config import ckpt_path
-from lightning_eff.core.errors import CheckpointError, CheckpointWarning, ConfigError
+from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 from tests.support.processes import before_each_step
 from tests.support.ranks import is_equal
 from tests.support.sharded import rows_of, save_sharded
@@ -292,23 +291,6 @@ def test_the_newest_valid_checkpoint_may_be_a_folder(
     sharded.shard_path(runs / "step-2.ckpt", token, 2, NUM_RANKS).unlink()
     assert stored_weights.newest_valid(runs.parent) == runs / "step-1.ckpt"
     assert f"its shard part-{token}-2-of-3.ckpt is missing" in caplog.messages[0]
-
-
-def test_a_run_resumes_from_a_sharded_checkpoint_only(tmp_path: Path) -> None:
-    save(tmp_path / "a.ckpt")
-    assert ckpt_path.find_checkpoint({"ckpt_path": str(tmp_path / "a.ckpt")}, tmp_path) == tmp_path / "a.ckpt"
-    io = Durable()
-    io.save_checkpoint({}, tmp_path / "b.ckpt")
-    path = tmp_path / "other.ckpt"
-    path.mkdir()
-    (path / ".metadata").touch()  # of torch.distributed.checkpoint
-    with pytest.raises(ConfigError, match="other"):
-        ckpt_path.find_checkpoint({"ckpt_path": str(path)}, tmp_path)
-    with pytest.raises(CheckpointError, match="other"):
-        io.load_checkpoint(path)
-    with pytest.warns(CheckpointWarning, match="is not removed"):
-        io.remove_checkpoint(path)
-    assert names(path) == [".metadata"]
 
 
 def test_unused_optimizer_state_is_not_read(tmp_path: Path) -> None:

@@ -211,10 +211,6 @@ def test_only_own_files_are_removed(tmp_path: Path) -> None:
     assert other.load_checkpoint(tmp_path / "b.ckpt")
     other.remove_checkpoint(tmp_path / "b.ckpt")  # as a parent process does with its child's weights
     assert names(tmp_path) == ["out.ckpt", "stock.ckpt"]
-    other.save_checkpoint({"x": 1}, tmp_path / "run" / "sub" / "a.ckpt")
-    io.save_checkpoint({"x": 1}, tmp_path / "elsewhere" / "b.ckpt")
-    with pytest.warns(CheckpointWarning, match="is not removed"):
-        other.remove_checkpoint(tmp_path / "run" / "sub" / ".." / ".." / "elsewhere" / "b.ckpt")
 
 
 class Held:

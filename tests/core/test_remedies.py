@@ -5,19 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
 
-from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.config import composition
 from lightning_eff.core import rules
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, PACKAGE
 from lightning_eff.core.errors import (
-    ConfigError,
-    ConflictError,
     Remedy,
     for_fabric,
     keep_overrides,
@@ -26,7 +22,6 @@ from lightning_eff.core.errors import (
 from lightning_eff.core.rules import LIBRARY_RULES, RuleFinding
 from lightning_eff.core.technique import Verdict
 from lightning_eff.run import build_trainer
-from tests.support.models import Net, make_loader, make_trainer
 
 OVERRIDE = re.compile(
     r"(?<![\w(])[~+]?(callbacks|monitors|optimizer|precision|scheduler|strategy|trainer)[.=]"
@@ -141,12 +136,3 @@ def test_a_reader_gets_the_form_for_the_place() -> None:
         assert f"try: {remedy}" == 'try: Fabric(strategy="ddp")'
     ints = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["1", "x"])
     assert (ints.override, ints.python) == ("callbacks.micro_batch.keep=[1,x]", "MicroBatch(keep=['1', 'x'])")
-
-
-def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConfigError, match=r'(?m)^  try: MicroBatch\(micro_batch_size="auto"\)$'):
-        MicroBatch(micro_batch_size=4, find=True)
-    model = net()
-    model.automatic_optimization = False
-    with pytest.raises(ConflictError, match=r"(?m)^  try: remove MicroBatch$"):
-        make_trainer(callbacks=[MicroBatch()]).fit(model, make_loader())

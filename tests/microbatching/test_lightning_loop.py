@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -160,31 +158,6 @@ def test_the_loop_is_installed_once_and_taken_out_again() -> None:
     trainer.fit_loop.epoch_loop.automatic_optimization = Theirs(trainer)
     with pytest.raises(ConfigError, match="Lightning's own loop"):
         lightning_loop.install(trainer)
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_run_that_asks_for_the_number_of_steps_goes_on_exactly(tmp_path: Path) -> None:
-    """In the middle of an epoch, though Lightning then makes the loaders before it resumes."""
-
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 2 and not (tmp_path / "stop.ckpt").exists():
-                trainer.save_checkpoint(tmp_path / "stop.ckpt")
-
-    class Counts(LanguageModel):
-        def configure_optimizers(self) -> Any:
-            assert self.trainer.estimated_stepping_batches == 6
-            return super().configure_optimizers()
-
-    whole, rest = language_model(True), language_model(True)
-    whole.__class__ = rest.__class__ = Counts
-    for model, path in ((whole, None), (rest, tmp_path / "stop.ckpt")):
-        callbacks = [GradientAccumulation(global_batch_size=4), *([Save()] if path is None else [])]
-        trainer = make_trainer(callbacks=callbacks, max_steps=6, max_epochs=9)
-        data = StatefulDataLoader(TensorDataset(*token_rows(24)), batch_size=BATCH_SIZE)
-        trainer.fit(model, data, ckpt_path=path)
-    assert len(rest.gradients) == 4
-    assert is_equal([*rest.parameters()], [*whole.parameters()])
 
 
 def test_a_batch_that_weighs_nothing_has_a_gradient_of_zero_where_it_was_used() -> None:

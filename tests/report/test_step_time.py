@@ -190,15 +190,6 @@ def test_operations_are_timed_by_kind(clock: Clock, monkeypatch: pytest.MonkeyPa
     assert found["operation_s"] == (60 + 12) / 18
 
 
-@pytest.mark.parametrize(("groups", "kind"), [(1, step_time.PRODUCTS), (4, "")])
-def test_a_convolution_in_groups_is_no_product(groups: int, kind: str) -> None:
-    timeline = step_time.Timeline(CPU)
-    layer = nn.Conv2d(4, 4, 3, groups=groups)
-    with step_time.OperationTimes(timeline):
-        layer(torch.ones(1, 4, 5, 5)).backward(torch.ones(1, 4, 3, 3))
-    assert (timeline.entered["other", step_time.PRODUCTS] > 0) is bool(kind)
-
-
 def test_closed_in_the_middle_of_a_batch_it_leaves_nothing(clock: Clock) -> None:
     strategy = Strategy(clock, nn.Identity(), CPU)
     times = step_time.StepTimes(strategy, has_modules=True)

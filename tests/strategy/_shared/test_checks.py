@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import nn
 
 from lightning_eff.core.errors import ConfigError, ConflictError
-from lightning_eff.strategy import _fsdp2
 from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._zero_config import check_run
 from tests.support.models import Deep
@@ -107,17 +105,3 @@ def test_an_optimizer_of_unsharded_parameters_is_rejected() -> None:
     deep.second.weight = nn.Parameter(torch.zeros(3, 16))
     with pytest.raises(ConflictError, match="group 1, position 1"):
         checks.check_optimizer(torch.optim.SGD(groups, lr=0.1), deep)
-
-
-def test_an_error_about_a_sharded_weight_is_explained_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "aten.addmm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor"
-
-    def fail(error: str) -> Any:
-        raise RuntimeError(error)
-
-    step = _fsdp2.explained_step("training_step")
-    monkeypatch.setattr(Strategy, "training_step", lambda self, error: fail(error))
-    with pytest.raises(ConflictError, match="sharded"):
-        step(None, text)
-    with pytest.raises(RuntimeError, match="another"):
-        step(None, "another")
