@@ -9,7 +9,7 @@ import torch
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.report.history import NUM_LOSSES, NUM_POINTS, History, Losses, Validation
+from lightning_eff.report.history import NUM_LOSSES, NUM_POINTS, History, Losses
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -24,16 +24,6 @@ def test_a_long_series_has_means_of_equal_stretches() -> None:
     assert series["a"][:2] == [(stretch, stretch + 1.0), (2 * stretch, 3 * stretch + 1.0)]
     assert series["a"][-1][0] == 100_000
     assert series["b"] == [(7, 1.0)]
-
-
-def test_a_metric_is_of_validation_if_it_appeared_while_one_ran() -> None:
-    validation = Validation()
-    validation.begin({"train_loss": 1.0})
-    validation.end(5, {"train_loss": 1.0, "val_loss": 2.0})
-    metrics = {"train_loss": 1.0, "val_loss": 2.0, "of_the_epoch": 3.0}
-    validation.begin(metrics)
-    validation.end(10, metrics | {"val_loss": 1.5, "rare": 4.0})
-    assert validation.series() == {"val_loss": [(5, 2.0), (10, 1.5)], "rare": [(10, 4.0)]}
 
 
 def test_a_long_run_keeps_means_of_its_losses() -> None:
