@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class Stack(pl.LightningModule):
-    """Blocks between tied tensors; beside them something frozen, running statistics and a buffer.
+    """Blocks between tied tensors, something frozen, running statistics and a buffer.
 
     AdamW trains it, or with a rate of 0 plain SGD with momentum; if `tied`, the head is the embedding.
     """
@@ -252,7 +252,7 @@ class Routed(Stack):
 
 
 def routed(name: str) -> str:
-    """Return what is said of ranks that run other parts of a model."""
+    """Return the error of ranks that run different parts of a model."""
     trainer = make_trainer(max_steps=4, **TOGETHER, strategy=STRATEGIES[name]())
     try:
         trainer.fit(Routed(), loader(trainer, tokens()))
@@ -339,7 +339,7 @@ def test_the_norm_that_is_logged_is_of_the_whole_gradient(run: Any) -> None:
             assert row["gradient_norm"] == pytest.approx(norm, rel=1e-4), name
 
 
-def test_a_checkpoint_is_laid_out_as_that_of_ddp(run: Any) -> None:
+def test_a_checkpoint_has_the_layout_of_ddps(run: Any) -> None:
     """Tied tensors are one, frozen ones and buffers are there, numbers are each parameter's own.
 
     All ranks have begun with what the first has drawn, parameters and buffers, as under DDP.
@@ -377,7 +377,7 @@ def test_a_checkpoint_goes_from_one_to_the_next_unchanged(run: Any, tmp_path: Pa
         assert is_equal(checkpoint(tmp_path, one), before), one
 
 
-def test_training_goes_on_as_under_ddp(run: Any) -> None:
+def test_training_continues_as_under_ddp(run: Any) -> None:
     """Three steps under one and five under the next, against DDP for both: lost state would show."""
     theirs = checkpoint(run.folder, "ddp-ddp-8")
     for one, other in itertools.pairwise(run.chain):
@@ -406,7 +406,7 @@ def test_a_folder_is_saved_by_all_ranks_or_by_none(run: Any) -> None:
     ]
     assert len(ours["again"]) == 3
     assert set(ours["first"]) & set(ours["again"]) == {"index.ckpt"}, "new parts, and the old ones gone"
-    assert ours["after"] == ours["again"], "the checkpoint before is as it was, and nothing is beside it"
+    assert ours["after"] == ours["again"], "the checkpoint before is as it was, and no other file is there"
     assert ours["said"].startswith("rank 1: checkpoint ")
     assert other["said"].startswith("checkpoint ")
     assert all("No space left on device" in said for said in (ours["said"], other["said"]))

@@ -105,7 +105,7 @@ def test_a_writer_whose_file_was_removed_before_its_lock_retries(
 
 
 def refusing(name: str, code: int, *, call: int = 1) -> Callable[[pytest.MonkeyPatch, Path], None]:
-    """Return what makes the system refuse one step, from its call of that number on."""
+    """Return a function that lets a system call fail, from the given call on."""
 
     def prepare(patch: pytest.MonkeyPatch, path: Path) -> None:
         module: Any = fcntl if name == "flock" else os

@@ -169,7 +169,7 @@ def hostile(path: Path, victim: str) -> Path:
 def test_a_checkpoint_cannot_choose_what_is_deleted(
     place: str, net: Callable[..., Net], tmp_path: Path
 ) -> None:
-    """Neither a file or folder elsewhere nor a file beside it."""
+    """Neither a folder elsewhere nor another file next to it."""
     run = tmp_path / "run"
     fit(run, net(), Durable(), max_steps=4, save_top_k=1)
     victim = run / place

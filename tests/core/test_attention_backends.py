@@ -51,7 +51,7 @@ def grid():
             yield (q, k, v, mask), options
 
 
-def test_the_choice_on_a_cpu_is_that_of_torch():
+def test_the_choice_on_a_cpu_equals_torchs():
     wrong, counts = [], {"flash": 0, "math": 0}
     for tensors, options in grid():
         call = AttentionCall.of(*tensors, **options)
@@ -92,7 +92,7 @@ ROWS = [
     ({"dtype": torch.float32}, "efficient efficient efficient", NOT_HALF),
     ({"dtype": torch.float64}, "math math math", NOT_HALF),
     (GROUPED | {"dtype": torch.float32}, "math math math", NOT_HALF),
-    (sized(12), "flash flash flash", ""),  # flash pads to a multiple of 8, cuDNN refuses
+    (sized(12), "flash flash flash", ""),  # flash pads to a multiple of 8, cuDNN rejects them
     (sized(12) | {"mask": "bool"}, "math math math", "mask"),
     (sized(192, 128), "efficient efficient cudnn", "head sizes differ"),
     (sized(208), "flash efficient flash", ""),  # flash has no backward for (192, 224] on 8.6 to 8.9

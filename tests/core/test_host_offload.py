@@ -158,4 +158,4 @@ def test_blocks_train_alike_on_streams(streams: Streams) -> None:
     assert host is not None
     assert host.moved_bytes == (2 + 4 + 3) * 5 * 64 * 4
     assert streams.side.copies == 3 * 5 * (1 + 2), "each once to the host, and back once a backward pass"
-    assert streams.main.waited["side"] == streams.side.copies, "no copy is left that nobody waits for"
+    assert streams.main.waited["side"] == streams.side.copies, "each copy is waited for"

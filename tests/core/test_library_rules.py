@@ -48,7 +48,7 @@ PAGED = bitsandbytes.optim.PagedAdamW8bit
         ([FREE], [WeightAveraging, StochasticWeightAveraging], {}, Verdict.REJECTED),
     ],
 )
-def test_an_optimizer_is_judged_beside_what_it_cannot_be_with(
+def test_an_optimizer_is_judged_with_what_it_excludes(
     optimizers: list[Any], others: list[Any], run: dict[str, str], verdict: Verdict
 ) -> None:
     for optimizer, other in itertools.product(optimizers, others):

@@ -267,7 +267,7 @@ def test_find_agrees_on_what_fits_everywhere(ranks: list[dict[str, Any]]) -> Non
 
 
 def test_batches_that_fit_train_as_under_plain_ddp(ranks: list[dict[str, Any]]) -> None:
-    """Buffers too: those of the first rank at the beginning of each step."""
+    """Buffers too: each step begins with the first rank's."""
     for rank in ranks:
         theirs, ours = rank["plain"]
         assert is_equal(ours["weights"], theirs["weights"])

@@ -39,7 +39,7 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is")
 @pytest.mark.parametrize(("window", "num_batches", "weighted", "clip"), CASES)
-def test_a_step_is_that_of_the_window_as_one_batch(
+def test_a_step_equals_the_step_on_the_whole_window(
     window: int, num_batches: int, weighted: bool, clip: float | None
 ) -> None:
     """Faults that this kills: no division, mean of means, a cut window divided by its nominal length, ..."""

@@ -60,7 +60,7 @@ class Logs(pl.LightningModule):
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize(("weighted", "size"), [(False, "auto"), (True, 5)])
-def test_what_is_logged_is_that_of_the_full_batch(weighted: bool, size: Any) -> None:
+def test_logged_values_equal_those_of_the_full_batch(weighted: bool, size: Any) -> None:
     """By step and by epoch, whose mean is by weight too."""
     micro_batch, seen = MicroBatch(micro_batch_size=size), []
     if size == "auto":

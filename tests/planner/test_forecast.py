@@ -78,7 +78,7 @@ def test_devices_are_named_and_taken_out_of_the_overrides() -> None:
 
 
 @pytest.mark.parametrize("words", [["device.memory=40GiB"], ["device=mi300x", "device.memory=40GiB"]])
-def test_attention_of_a_gpu_without_known_rules_is_that_of_an_a100_and_said(words: list[str]) -> None:
+def test_attention_of_an_unknown_gpu_is_planned_as_on_an_a100(words: list[str]) -> None:
     memory = planned(*words)
     assert (memory.memory_bytes, memory.is_cuda, memory.capability) == (40 * GIB, True, 80)
     assert memory.workspace_bytes == HOPPER_WORKSPACE_BYTES, "the larger of the two"

@@ -261,7 +261,7 @@ def test_rms_norm_is_one_operator_if_its_weight_has_the_dtype_of_the_input(
         assert ("FusedRmsNorm" in str(F.rms_norm(x, (WIDTH,), weight).grad_fn)) == is_fused
 
 
-def test_cross_entropy_of_low_logits_is_that_of_its_parts() -> None:
+def test_cross_entropy_of_low_logits_saves_what_its_parts_save() -> None:
     def loss(x: Tensor) -> Tensor:
         return F.cross_entropy(x.flatten(0, 1), torch.zeros(8 * 16, dtype=torch.long))
 
@@ -272,7 +272,7 @@ def test_cross_entropy_of_low_logits_is_that_of_its_parts() -> None:
     assert saved_bytes(90, loss, (8, 16, WIDTH)) == expected
 
 
-def test_after_a_prediction_autocast_is_that_of_the_cpu() -> None:
+def test_a_prediction_restores_the_cpus_autocast() -> None:
     x = torch.ones(4, 4, dtype=HALF)
     with CudaOperators(90), torch.autocast("cpu", dtype=HALF):
         inside = F.layer_norm(x, (4,)).dtype, F.cross_entropy(x, x).dtype

@@ -72,9 +72,9 @@ MODELS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Plugins]]
 
 
 def _allowed(names: tuple[str, ...]) -> bool:
-    """Say whether options may meet: who steps in the backward pass needs whole gradients that nobody clips.
+    """Return whether options may meet: a step in the backward pass needs whole gradients without clipping.
 
-    Lightning's own mixed precision refuses to clip what a fused optimizer steps on.
+    Lightning's mixed precision cannot clip gradients of a fused optimizer.
     """
     steps, _, precision, optimizer, clipping, _ = names
     if (precision, optimizer, clipping) == ("lightning's bf16", "fused", "clipped"):

@@ -238,7 +238,7 @@ def test_steps_that_the_module_takes_itself_have_all_parts(tmp_path: Any) -> Non
     assert {"generator.*", "discriminator.*"} <= {row["path"] for row in found["modules"]}
 
 
-def test_an_optimizer_that_steps_in_the_backward_pass_is_said_to(tmp_path: Any) -> None:
+def test_an_optimizer_that_steps_in_the_backward_pass_is_noted(tmp_path: Any) -> None:
     found = fit(Net(), tmp_path, OptimizerChoice(optimizer=lambda params: InBackward(params, lr=0.01)))
     assert any("inside the backward pass" in note for note in found["notes"])
 

@@ -1,6 +1,6 @@
 """DeepSpeedZero: what it takes from a Trainer and gives to DeepSpeed, and one device with offload.
 
-Refusals are in _shared/test_refusals.py, two ranks in tests/test_strategies.py.
+Rejections are in _shared/test_rejections.py, two ranks in tests/test_strategies.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FSDP2 with Durable, and on one device with weights in host memory, where LoRA trains as in a plain run.
 
-Rejected models and optimizers are in _shared/test_refusals.py, two ranks in tests/test_strategies.py.
+Rejected models and optimizers are in _shared/test_rejections.py, two ranks in tests/test_strategies.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_durable_accepts_folders_but_does_not_write_them_in_its_thread() -> None
 
 
 class Watched(Deep):
-    """Records, while a block runs, its index, those of the blocks with full weights, and all full bytes."""
+    """Records, while a block runs, its index, the blocks with full weights, and all full bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_lora_with_the_base_on_the_host_trains_as_in_a_plain_run(name: str, on_h
     assert {index for index, _ in model.backwards} == {0, 1, 2}
 
 
-def test_checkpoints_with_the_base_on_the_host_are_those_of_a_plain_run(on_host: Any, tmp_path: Path) -> None:
+def test_checkpoints_with_the_base_on_the_host_equal_a_plain_runs(on_host: Any, tmp_path: Path) -> None:
     paths = {strategy: tmp_path / f"{strategy}.ckpt" for strategy in ("auto", "host")}
     strategies: dict[str, Callable[[], Any]] = {"auto": lambda: "auto", "host": on_host}
     _, expected = train(steps=8)

@@ -1,4 +1,4 @@
-"""What DeepSpeedZero and FSDP2 refuse before a run; two ranks are in tests/test_strategies.py."""
+"""What DeepSpeedZero and FSDP2 reject before a run; two ranks are in tests/test_strategies.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_device_is_rejected(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "other", "options", "refused"),
+    ("strategy", "other", "options", "rejected"),
     [
         (DeepSpeedZero(), WeightAveraging(), {}, False),
         (DeepSpeedZero(stage=1), WeightAveraging(), {"precision": "bf16-true"}, True),
@@ -44,12 +44,12 @@ def test_one_device_is_rejected(strategy: Any) -> None:
     ],
 )
 def test_incompatible_lightning_callbacks_are_rejected_in_a_plain_trainer(
-    strategy: Any, other: Any, options: dict[str, Any], *, refused: bool
+    strategy: Any, other: Any, options: dict[str, Any], *, rejected: bool
 ) -> None:
     """Before a process group exists, and before the callback has copied the model."""
     trainer = make_trainer(strategy=strategy, devices=2, callbacks=[other], **options)
-    assert bool(rules.check_rules(rules.trainer_components(trainer), {})) is refused
-    if refused:
+    assert bool(rules.check_rules(rules.trainer_components(trainer), {})) is rejected
+    if rejected:
         module = Net()
         trainer.strategy.connect(module)
         module.trainer = trainer
@@ -58,7 +58,7 @@ def test_incompatible_lightning_callbacks_are_rejected_in_a_plain_trainer(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "other", "refused"),
+    ("strategy", "other", "rejected"),
     [
         *((strategy, QuantizedBase(), True) for strategy in (DeepSpeedZero(), FSDP2())),
         *((strategy, MicroBatch(micro_batch_size="auto"), True) for strategy in (DeepSpeedZero(), FSDP2())),
@@ -67,8 +67,8 @@ def test_incompatible_lightning_callbacks_are_rejected_in_a_plain_trainer(
         (FSDP2(), TorchCompile(), False),
     ],
 )
-def test_incompatible_techniques_are_rejected(strategy: Any, other: Any, refused: bool) -> None:
+def test_incompatible_techniques_are_rejected(strategy: Any, other: Any, rejected: bool) -> None:
     findings = rules.check_rules([strategy, other], MACHINE)
     remedies = [each.rule.remedies for each in findings if each.rule.verdict.value == "rejected"]
-    assert len(remedies) == refused
+    assert len(remedies) == rejected
     assert all(remedies)
