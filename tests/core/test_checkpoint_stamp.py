@@ -1,4 +1,4 @@
-"""A checkpoint names its optimizers: the name is compared, shortened for display, and used for nothing else."""
+"""A checkpoint names its optimizers: names are compared, shortened for display, and used for nothing else."""
 
 from __future__ import annotations
 
