@@ -299,7 +299,7 @@ def test_every_pair_trains_like_a_plain_loop_or_is_rejected(
     }
     beside = {type(each): each for case in cases for each in case.beside()}
     objects["callbacks"] += beside.values()
-    num_steps = 10  # each of the two alone: NUM_STEPS
+    num_steps = 6  # each of the two alone: NUM_STEPS
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)
     findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))

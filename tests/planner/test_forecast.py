@@ -99,12 +99,8 @@ def test_unknown_names_and_sizes_are_rejected_by_key(words: list[str], key: str,
     assert text in caught.value.allowed
 
 
-def test_a_plan_for_any_gpu_compares_with_its_memory(command: Command, empty_folder: Path) -> None:
-    del empty_folder
+def test_a_plan_for_another_gpu_compares_with_its_memory(command: Command, empty_folder: Path) -> None:
     words = ["baseline", "data.batch_size=2", "data.context_length=32", "trainer.accelerator=cpu", "--json"]
-    content = json.loads(command("plan", *words, "device.memory=40GiB", "precision=bf16_mixed", code=0)[1])
-    found = content["peak"]
-    assert (found["device"], found["device_bytes"], found["fits"]) == ("a GPU", 40 * GIB, True)
     words += ["precision=bf16_mixed", "device=t4", "device.memory=520MiB"]
     content = json.loads(command("plan", *words, code=0)[1])
     assert (content["peak"]["device"], content["peak"]["fits"]) == ("T4", False)

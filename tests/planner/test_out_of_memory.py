@@ -48,9 +48,6 @@ class SmallTwo(Wide):
     numbers = {MIB} // 16
     most = 2
 
-class SmallNone(SmallTwo):
-    most = 0
-
 class NoRoom(Wide):
     def __init__(self, **keywords):
         super().__init__(**keywords)
@@ -72,16 +69,12 @@ def message(err: str) -> list[str]:
     return err[err.index("\nerror:") :].strip().splitlines()
 
 
-def test_without_an_override_that_fits_the_message_says_so_also_where_there_is_no_model(
-    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_does_not_fit_is_reported_before_the_run_begins(
+    tiny: list[str], command: Command
 ) -> None:
-    monkeypatch.setattr(host_memory, "host_memory_limit", lambda: HostMemoryLimit("", 101 * 1024, 100 * 1024))
-    monkeypatch.setattr(out_of_memory, "BUDGET_S", 0.0)
     code, _, err = command(*words_for("NoRoom", tiny))
     assert (code, message("\n" + err)[0]) == (4, "error: out of memory during setup")
     assert not Path("outputs/baseline").exists()
-    code, _, err = command(*words_for("SmallNone", tiny))
-    assert (code, message(err)[-1]) == (4, "  no override was found with which a step fits")
 
 
 def test_a_step_that_fits_is_not_given_as_the_reason(

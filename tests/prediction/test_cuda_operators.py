@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,21 +125,19 @@ def backends(found: Prediction) -> list[tuple[str, str]]:
     return [(row.backend, row.dtype) for row in found.attention for _ in range(row.calls)]
 
 
-TECHNIQUES: dict[str, Callable[[], list[pl.Callback]]] = {
-    "micro-batches": lambda: [MicroBatch(micro_batch_size=2)],
-    "selective and LoRA": lambda: [GradientCheckpointing(policy="selective"), PeftAdapter()],
-}
-
-
-@pytest.mark.parametrize("name", TECHNIQUES)
-def test_calls_of_one_forward_pass_under_techniques(name: str) -> None:
+def test_calls_of_one_forward_pass_under_techniques() -> None:
     """The GPT has two layers; autocast has made the operands half."""
     make = functools.partial(GPT_OF, dropout=0.1)
     batch = next(iter(loader_for(make)))
     plugins = [AutoPrecision(precision="bf16-mixed")]
+
+    def techniques() -> list[Any]:
+        parts = MicroBatch(micro_batch_size=2)
+        return [parts, GradientCheckpointing(policy="selective"), PeftAdapter()]
+
     found = predict(
         make, batch, num_batches=10, capability=80,
-        trainer=lambda: trainer_of({"callbacks": TECHNIQUES[name](), "plugins": plugins}),
+        trainer=lambda: trainer_of({"callbacks": techniques(), "plugins": plugins}),
     )  # fmt: skip
     assert backends(found) == [("flash", "bfloat16")] * 2
 

@@ -88,7 +88,7 @@ def test_lora_with_the_tiled_layer_takes_no_byte_more_than_lora_alone() -> None:
     batch = next(iter(loader_for(GPT_OF)))
 
     def peak(*others: pl.Callback) -> Any:
-        callbacks = [PeftAdapter(options={"r": 2}), MicroBatch(micro_batch_size=2), *others]
+        callbacks = [PeftAdapter(options={"r": 2}), *others]
         extra = {"callbacks": callbacks, "precision": "bf16-mixed"}
         return predict(GPT_OF, batch, trainer=trainer_of(extra)).peak
 
@@ -135,8 +135,7 @@ def test_auto_is_the_format_of_the_gpu_and_a_base_is_not_read() -> None:
         assert found.reason == ""
         return found.in_blocks
 
-    assert peak("auto", 80) == peak("bf16-mixed", 80) != peak("32-true", 80)
-    assert peak("auto", 75) == peak("32-true", 75)
+    assert peak("auto", 80) == peak("bf16-mixed", 80) != peak("auto", 75)
 
 
 def test_offloaded_activations_are_not_on_the_device() -> None:
@@ -163,21 +162,21 @@ def test_an_optimizer_that_decides_by_values_is_named() -> None:
     assert any("LBFGS" in each for each in predict(GPT_OF, batch, trainer=lbfgs).assumed)
 
 
-def test_of_many_micro_batches_eight_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = [torch.cat([each] * 5) for each in next(iter(loader_for(GPT_OF)))]
+def test_of_many_micro_batches_some_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = next(iter(loader_for(GPT_OF)))
 
     def found() -> Prediction:
         return predict(GPT_OF, batch, trainer=trainer_of({"callbacks": [MicroBatch(micro_batch_size=1)]}))
 
-    eight = found()
-    monkeypatch.setattr(micro_batch, "PREDICTED_PARTS", 20)
     every = found()
-    assert eight.peak is not None
+    monkeypatch.setattr(micro_batch, "PREDICTED_PARTS", 2)
+    two = found()
+    assert two.peak is not None
     assert every.peak is not None
-    assert len(eight.assumed) == len(every.assumed) + 1
-    assert 8 * every.flops == 20 * eight.flops
-    # What the other twelve return is a scalar each.
-    assert every.peak.num_bytes == pytest.approx(eight.peak.num_bytes, rel=1e-3)
+    assert len(two.assumed) == len(every.assumed) + 1
+    assert 2 * every.flops == 4 * two.flops
+    # What the other two return is a scalar each.
+    assert every.peak.num_bytes == pytest.approx(two.peak.num_bytes, rel=1e-3)
 
 
 def test_of_a_long_step_three_batches_are_run(tmp_path: Path) -> None:
