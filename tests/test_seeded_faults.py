@@ -18,7 +18,7 @@ WINDOW, RETRY, RUNNER, SNAPSHOT, LIGHTNING = (
     f"microbatching/{name}.py"
     for name in ("window", "oom_retry", "micro_batch_runner", "snapshot", "lightning_loop")
 )
-STEP = f"{LOOP}::test_a_step_is_that_of_the_window_as_one_batch"
+STEP = f"{LOOP}::test_a_step_equals_the_step_on_the_whole_window"
 WHOLE = f"{CUT}::test_the_step_is_that_of_the_full_batch"
 TRACE = f"{CUT}::test_running_out_in_any_step_leaves_no_trace"
 WINDOWS = f"{CUT}::test_windows_of_cut_batches_are_exact_too"
@@ -40,7 +40,7 @@ FAULTS = {
         "1.0",
         STEP,
     ),
-    "a reference of each rank's own": (
+    "each rank has its own reference": (
         WINDOW,
         "self._sum_over_ranks(expected) / self._num_ranks",
         "expected",
@@ -103,7 +103,7 @@ FAULTS = {
         "pass",
         f"{TWO}::test_a_rank_that_runs_out_of_memory_leaves_no_trace",
     ),
-    "random state not brought back": (
+    "random state not restored": (
         SNAPSHOT,
         "random_states.restore(self._random, self._device, self._generators)",
         "pass",
@@ -133,7 +133,7 @@ FAULTS = {
         RUNNER,
         "metric._forward_cache = _reduced(",
         "_reduced(",
-        "tests/microbatching/test_micro_batch_runner.py::test_what_is_logged_is_that_of_the_full_batch",
+        "tests/microbatching/test_micro_batch_runner.py::test_logged_values_equal_those_of_the_full_batch",
     ),
     "find: a size that failed": (
         RETRY,

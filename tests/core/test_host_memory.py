@@ -51,7 +51,7 @@ def test_of_ulimits_that_counts_which_leaves_least(tmp_path: Path) -> None:
     assert found == HostMemoryLimit("ulimit -v", 5 * MIB, 2 * MIB)
 
 
-def test_everyone_who_asks_for_host_memory_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_allocator_and_doctor_read_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         host_memory, "host_memory_limit", lambda: HostMemoryLimit("ulimit -d", 700 * MIB, 200 * MIB)
     )

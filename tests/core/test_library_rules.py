@@ -48,7 +48,7 @@ PAGED = bitsandbytes.optim.PagedAdamW8bit
         ([FREE], [WeightAveraging, StochasticWeightAveraging], {}, Verdict.REJECTED),
     ],
 )
-def test_an_optimizer_is_judged_beside_what_it_cannot_be_with(
+def test_an_optimizer_is_judged_with_what_it_excludes(
     optimizers: list[Any], others: list[Any], run: dict[str, str], verdict: Verdict
 ) -> None:
     for optimizer, other in itertools.product(optimizers, others):
@@ -58,13 +58,12 @@ def test_an_optimizer_is_judged_beside_what_it_cannot_be_with(
     assert found(bitsandbytes.optim.AdamW8bit, run={"run/cpu": "device cpu"}) == []
 
 
-@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8"])
-def test_torchaos_optimizers_need_a_compiler(kind: str) -> None:
-    (finding,) = found(getattr(torchao.optim, kind))
+def test_torchaos_optimizers_need_a_compiler() -> None:
+    (finding,) = found(torchao.optim.AdamW8bit)
     assert finding.rule.name == "machine/compiler"
-    with pytest.raises(EnvironmentLacksError, match=r"apt-get install g\+\+"):
+    with pytest.raises(EnvironmentLacksError, match="compiler"):
         rules.raise_rejected([finding])
-    assert found(getattr(torchao.optim, kind), run={"machine/compiler": "g++"}) == []
+    assert found(torchao.optim.AdamW8bit, run={"machine/compiler": "g++"}) == []
     assert found(bitsandbytes.optim.AdamW8bit) == [], "a class of the same name and another package"
 
 
@@ -76,20 +75,20 @@ def test_schedule_free_warns_of_a_schedule_and_of_batch_norms(net: Callable[...,
 
     factory = functools.partial(FREE, lr=0.01)
     choice = OptimizerChoice(optimizer=factory, scheduler=HALF)
-    with pytest.warns(ConflictWarning, match=r"with a learning-rate schedule \(callbacks/opt"):
+    with pytest.warns(ConflictWarning, match="schedule"):
         make_trainer(callbacks=[choice], max_steps=1).fit(net(), make_loader())
-    with pytest.warns(ConflictWarning, match=r"with batch norms \(norm\)") as warned:
+    with pytest.warns(ConflictWarning, match="batch norms") as warned:
         make_trainer(callbacks=[OptimizerChoice(optimizer=factory)], max_steps=1).fit(Normed(), make_loader())
     assert len([w for w in warned if w.category is ConflictWarning]) == 1, "said once"
 
 
-def test_fused_with_clipping_under_lightnings_own_mixed_precision_is_refused(net: Callable[..., Net]) -> None:
+def test_fused_with_clipping_under_lightnings_mixed_precision_is_rejected(
+    net: Callable[..., Net],
+) -> None:
     fused = functools.partial(torch.optim.AdamW, fused=True)
     callbacks = [OptimizerChoice(optimizer=fused)]
     trainer = make_trainer(callbacks=callbacks, precision="bf16-mixed", gradient_clip_val=1.0)
-    with pytest.raises(
-        ConflictError, match=r"optimizer_choice with gradient_clip_val[\s\S]*AutoPrecision\(\)"
-    ):
+    with pytest.raises(ConflictError, match="gradient_clip_val"):
         trainer.fit(net(), make_loader())
     assert found(fused, run={"run/clipping": "gradient_clip_val"}) == []
 

@@ -37,12 +37,12 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("first", DRAWS)
-@pytest.mark.parametrize("second", DRAWS)
-def test_the_state_is_numpys_after_each_draw(first: str, second: str) -> None:
+def test_the_state_is_numpys_after_each_draw(first: str) -> None:
     np.random.seed(0)
-    for draw in (first, second, second, first):
-        DRAWS[draw]()
-        assert random_states.capture()["numpy"] == of_numpy()
+    for second in DRAWS:
+        for draw in (first, second, second, first):
+            DRAWS[draw]()
+            assert random_states.capture()["numpy"] == of_numpy()
     states = random_states.capture()
     np.random.randn(3)
     random_states.restore(states)
@@ -62,16 +62,3 @@ def test_numpy_is_asked_only_if_the_memory_of_its_generator_has_changed(
         counts.append(get_state.call_count)
     # A deviate that is kept may have been taken.
     assert counts == [1, 1, 1, 2, 2, 3, 4]
-
-
-def test_another_generator_belongs_to_whoever_set_it() -> None:
-    own: Any = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(0))
-    try:
-        assert "numpy" not in random_states.capture()
-        state = random_states.numpy_state()
-        drawn = np.random.random()
-        random_states.set_numpy_state(state)
-        assert np.random.random() == drawn
-    finally:
-        np.random.set_bit_generator(own)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import yaml
 
-from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.config import composition
 from lightning_eff.core import rules
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, PACKAGE
 from lightning_eff.core.errors import (
-    ConfigError,
-    ConflictError,
     Remedy,
     keep_overrides,
     list_remedy,
@@ -25,7 +21,6 @@ from lightning_eff.core.errors import (
 from lightning_eff.core.rules import LIBRARY_RULES, RuleFinding
 from lightning_eff.core.technique import Verdict
 from lightning_eff.run import build_trainer
-from tests.support.models import Net, make_loader, make_trainer
 
 OVERRIDE = re.compile(
     r"(?<![\w(])[~+]?(callbacks|monitors|optimizer|precision|scheduler|strategy|trainer)[.=]"
@@ -35,21 +30,17 @@ SETTING = re.compile(
 )
 COMPILED = "callbacks=[gradient_checkpointing,torch_compile]"
 POLICY = "callbacks.gradient_checkpointing.policy"
-SIZE = "callbacks.gradient_accumulation.global_batch_size"
 REJECTED = [
     "optimizer=in_backward",
     "optimizer=in_backward trainer.accumulate_grad_batches=2",
-    f"optimizer=in_backward +callbacks=gradient_accumulation {SIZE}=32",
     "optimizer=in_backward +callbacks=micro_batch",
     "optimizer=in_backward precision=fp16_mixed",
     f"callbacks=[gradient_checkpointing] {POLICY}=budget",
     f"{COMPILED} {POLICY}=selective",
     f"{COMPILED} callbacks.torch_compile.target=forward",
-    f"{COMPILED} callbacks.torch_compile.mode=reduce-overhead",
     "callbacks=[triton_gemm,torch_compile]",
     "callbacks=[micro_batch,torch_compile]",
     "callbacks=[micro_batch] strategy=fsdp2",
-    "strategy=fsdp2",
     "optimizer=schedule_free",
     "optimizer=cpu_offload strategy=fsdp2",
     "+callbacks=peft_adapter precision=frozen_int8 strategy=fsdp2",
@@ -74,7 +65,7 @@ def findings(overrides: str) -> list[RuleFinding]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if index % 4 == 0 else [pytest.mark.slow])
+        pytest.param(case, marks=[] if index % 7 == 0 else [pytest.mark.slow])
         for index, case in enumerate(REJECTED)
     ],
 )
@@ -142,12 +133,3 @@ def test_a_reader_gets_the_form_for_the_place() -> None:
         assert f"try: {remedy}" == "try: strategy=ddp"
     ints = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["1", "x"])
     assert (ints.override, ints.python) == ("callbacks.micro_batch.keep=[1,x]", "MicroBatch(keep=['1', 'x'])")
-
-
-def test_a_plain_trainer_is_told_python(net: Callable[..., Net]) -> None:
-    with pytest.raises(ConfigError, match=r'(?m)^  try: MicroBatch\(micro_batch_size="auto"\)$'):
-        MicroBatch(micro_batch_size=4, find=True)
-    model = net()
-    model.automatic_optimization = False
-    with pytest.raises(ConflictError, match=r"(?m)^  try: remove MicroBatch$"):
-        make_trainer(callbacks=[MicroBatch()]).fit(model, make_loader())

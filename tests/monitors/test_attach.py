@@ -17,7 +17,7 @@ from tests.support.models import Net, make_loader, make_trainer
 FACTORY = "lightning.pytorch.callbacks_factory"
 
 
-@pytest.mark.parametrize("value", ["", "0", "False", "off", " no "])
+@pytest.mark.parametrize("value", ["", "False"])
 def test_without_the_variable_nothing_is_added(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(_attach.VARIABLE, value)
     assert _attach.callbacks() == []

@@ -79,17 +79,3 @@ def test_a_run_that_fails_gives_the_cursor_back(
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit(model, make_loader())
     assert capsys.readouterr().err.count("\x1b[?25h") == 1
-
-
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
-    net: Callable[..., Net], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_terminal(monkeypatch, "dumb")
-    lines = show(net, capsys, Progress(every_n_seconds=1e9))
-    assert [line.split()[1] for line in lines] == ["10/10"]
-
-
-def test_switched_off_it_shows_nothing(net: Callable[..., Net], capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(every_n_seconds=1e-9)
-    progress.disable()
-    assert show(net, capsys, progress) == []

@@ -1,4 +1,4 @@
-"""TextSample: the same text for the same seed, nothing of the run changed, losses beside the entropy."""
+"""TextSample: the same text for the same seed, nothing of the run changed, losses next to the entropy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fit(sample: TextSample, text_cache: Path, folder: Path) -> GPT:
     return model
 
 
-def test_sample_goes_on_from_the_prompt_and_repeats_and_random_state_is_untouched(
+def test_a_sample_continues_the_prompt_repeats_and_draws_no_random_numbers(
     text_cache: Path, tmp_path: Path
 ) -> None:
     texts, states = [], []
@@ -41,7 +41,7 @@ def test_sample_goes_on_from_the_prompt_and_repeats_and_random_state_is_untouche
     assert torch.equal(states[0], states[2])
 
 
-def test_a_module_that_cannot_write_is_refused_with_the_remedy(net: Callable[..., Net]) -> None:
+def test_a_module_that_cannot_generate_is_rejected(net: Callable[..., Net]) -> None:
     with pytest.raises(ConfigError, match="generate") as caught:
         make_trainer(callbacks=[TextSample()]).fit(net(), make_loader())
     assert [each.python for each in caught.value.remedies] == ["remove TextSample"]

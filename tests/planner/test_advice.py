@@ -115,6 +115,7 @@ def test_time_is_bounded() -> None:
     assert found.alone == []
 
 
+@pytest.mark.slow
 def test_checkpointing_saves_nothing_if_the_peak_is_in_the_update(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

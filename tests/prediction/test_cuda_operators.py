@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,41 +120,29 @@ def test_a_backend_that_is_switched_off_is_not_taken() -> None:
         run(80, mask=lambda: torch.empty(T, T, dtype=torch.bool))
 
 
-def test_real_tensors_and_those_afterwards_are_left_to_torch() -> None:
-    x = torch.ones(B, H, T, E)
-    with Saved() as saved:
-        with CudaOperators(90):
-            F.scaled_dot_product_attention(x, x, x)
-        F.scaled_dot_product_attention(x, x, x)
-    assert saved.names == ["flash_attention_for_cpu"] * 2
-
-
 def backends(found: Prediction) -> list[tuple[str, str]]:
     assert found.reason == ""
     return [(row.backend, row.dtype) for row in found.attention for _ in range(row.calls)]
 
 
-TECHNIQUES: dict[str, Callable[[], list[pl.Callback]]] = {
-    "micro-batches": lambda: [MicroBatch(micro_batch_size=2)],
-    "recomputed": lambda: [GradientCheckpointing()],
-    "selective and LoRA": lambda: [GradientCheckpointing(policy="selective"), PeftAdapter()],
-}
-
-
-@pytest.mark.parametrize("name", TECHNIQUES)
-def test_calls_of_one_forward_pass_under_techniques(name: str) -> None:
+def test_calls_of_one_forward_pass_under_techniques() -> None:
     """The GPT has two layers; autocast has made the operands half."""
     make = functools.partial(GPT_OF, dropout=0.1)
     batch = next(iter(loader_for(make)))
     plugins = [AutoPrecision(precision="bf16-mixed")]
+
+    def techniques() -> list[Any]:
+        parts = MicroBatch(micro_batch_size=2)
+        return [parts, GradientCheckpointing(policy="selective"), PeftAdapter()]
+
     found = predict(
         make, batch, num_batches=10, capability=80,
-        trainer=lambda: trainer_of({"callbacks": TECHNIQUES[name](), "plugins": plugins}),
+        trainer=lambda: trainer_of({"callbacks": techniques(), "plugins": plugins}),
     )  # fmt: skip
     assert backends(found) == [("flash", "bfloat16")] * 2
 
 
-@pytest.mark.parametrize(("capability", "memory_bytes"), [(0, None), (90, None), (90, 1 << 18)])
+@pytest.mark.parametrize(("capability", "memory_bytes"), [(90, None), (90, 1 << 18)])
 def test_tiles_of_the_loss_follow_the_memory_of_the_gpu(capability: int, memory_bytes: int | None) -> None:
     technique, batch = TiledLoss(), next(iter(loader_for(GPT_OF)))
     found = predict(
@@ -240,13 +227,10 @@ ROW = 8 * 16 * 4
 KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     # the float32 copy of the input, and what normalizes a row
     "RMSNorm": (lambda x: F.rms_norm(x, (WIDTH,)), 4 * N + ROW),
-    "LayerNorm": (lambda x: F.layer_norm(x, (WIDTH,)), 4 * N + 2 * ROW),
     "GroupNorm": (lambda x: F.group_norm(x, 8), 4 * N + 2 * 8 * 8 * 4),
     # the result, in float32
     "softmax": (lambda x: x.softmax(-1), 4 * N),
-    "exp": (lambda x: x.exp(), 4 * N),
     # the float32 copies of the input
-    "pow": (lambda x: x.pow(2), 4 * N),
     "softplus": (F.softplus, 4 * N),
     # nothing: a sum has no need of its input
     "sum": (lambda x: x.sum(-1), 0),
@@ -274,7 +258,7 @@ def test_rms_norm_is_one_operator_if_its_weight_has_the_dtype_of_the_input(
         assert ("FusedRmsNorm" in str(F.rms_norm(x, (WIDTH,), weight).grad_fn)) == is_fused
 
 
-def test_cross_entropy_of_low_logits_is_that_of_its_parts() -> None:
+def test_cross_entropy_of_low_logits_saves_what_its_parts_save() -> None:
     def loss(x: Tensor) -> Tensor:
         return F.cross_entropy(x.flatten(0, 1), torch.zeros(8 * 16, dtype=torch.long))
 
@@ -285,7 +269,7 @@ def test_cross_entropy_of_low_logits_is_that_of_its_parts() -> None:
     assert saved_bytes(90, loss, (8, 16, WIDTH)) == expected
 
 
-def test_after_a_prediction_autocast_is_that_of_the_cpu() -> None:
+def test_a_prediction_restores_the_cpus_autocast() -> None:
     x = torch.ones(4, 4, dtype=HALF)
     with CudaOperators(90), torch.autocast("cpu", dtype=HALF):
         inside = F.layer_norm(x, (4,)).dtype, F.cross_entropy(x, x).dtype

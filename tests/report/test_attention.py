@@ -22,7 +22,6 @@ from lightning_eff.report.flops import FlopCount
 from tests.support.attending import Attending
 from tests.support.models import make_trainer
 
-SHAPE = (2, 4, 8, 16)
 SCORES = 2 * 4 * 8 * 8 * 4
 """Bytes of the scores of all heads in float32."""
 TRIL = torch.ones(8, 8, dtype=torch.bool).tril()
@@ -83,21 +82,6 @@ def test_backend_and_mask_are_named_also_checkpointed(case: str) -> None:
     assert rows_of(lambda: checkpoint(block, x, use_reentrant=False)) == [row]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_shapes_and_dtypes_are_those_of_queries_or_scores(dtype: torch.dtype) -> None:
-    def row_of(p: float) -> AttentionRow:
-        (row,) = rows_of(lambda: Block(sdpa(dropout_p=p), dtype)(torch.randn(2, 8, 64, dtype=dtype)))
-        return row
-
-    fused, by_math, name = row_of(0.0), row_of(0.5), str(dtype).removeprefix("torch.")
-    assert (fused.backend, fused.shape, fused.dtype) == ("flash", SHAPE, name)
-    # math computes the softmax of half precision in float32.
-    scores = "float32" if dtype == torch.bfloat16 else name
-    assert (by_math.backend, by_math.shape, by_math.dtype) == ("math", (2, 4, 8, 8), scores)
-    num_bytes = SCORES if dtype == torch.bfloat16 else 2 * SCORES
-    assert fused.score_bytes == by_math.score_bytes == num_bytes, "not held, and held"
-
-
 def test_layers_of_torch() -> None:
     layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     (row,) = rows_of(lambda: layer(torch.randn(2, 8, 64)))
@@ -105,7 +89,6 @@ def test_layers_of_torch() -> None:
     attention, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 8, 64)
     (row,) = rows_of(lambda: attention(x, x, x, attn_mask=~TRIL)[0])
     assert (row.backend, row.shape) == ("softmax", (8, 8, 8))
-    assert "need_weights=False" in row.remedy
     (row,) = rows_of(lambda: attention(x, x, x, need_weights=False)[0])
     assert row.backend == "flash"
 
@@ -168,10 +151,7 @@ def test_report_of_a_plain_trainer_and_one_warning_for_long_sequences(
         report = EfficiencyReport(dirpath=tmp_path)
         recwarn.clear()
         make_trainer(max_steps=3, callbacks=[report]).fit(Attending(length, dropout_p=0.1))
-        texts = [str(w.message) for w in recwarn if w.category is SlowPathWarning]
-        assert len(texts) == num_warnings
+        assert sum(w.category is SlowPathWarning for w in recwarn) == num_warnings
         (row,) = report.report["attention"]
         assert (row["backend"], row["shape"]) == ("math", [1, 2, length, length])
         assert (row["calls"], row["score_bytes"]) == (1, 2 * length * length * 4)
-    assert "try: dropout 0.0" in texts[0]
-    assert "Attention of the first batch" in (tmp_path / "report.html").read_text()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-
 from lightning_eff.core.catalog import LEDGER_FILE
-from lightning_eff.report.files import PAGE_FILE, add_out_of_memory, run_title, write_report
+from lightning_eff.report.files import PAGE_FILE, add_out_of_memory, write_report
 from tests.support.reports import make_report
 
 FOUND = {"sentences": ["Out of memory during setup"], "overrides": [], "holders": [], "num_bytes": None}
@@ -35,12 +32,3 @@ def test_a_report_that_is_there_keeps_what_it_has(tmp_path: Path) -> None:
     page = (tmp_path / PAGE_FILE).read_text()
     assert page.count("<figure>") == 1
     assert "seed: &lt;1&gt;" in page
-
-
-def test_a_sharded_module_keeps_its_name_in_the_title() -> None:
-    class FSDPLinear(FSDPModule, nn.Linear):  # as fully_shard of torch 2.13 makes it
-        pass
-
-    module = nn.Linear(1, 1)
-    module.__class__ = FSDPLinear
-    assert run_title(Path("/home/run_2"), "", module) == "Linear, run run_2"

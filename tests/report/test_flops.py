@@ -94,7 +94,7 @@ def blocks(*, again: bool) -> nn.Module:
 
 
 def test_a_prediction_counts_the_same_and_recomputing_is_one_more_forward_pass() -> None:
-    """All products but each block's last run again: 4 beside 8 forward, 8 for weights and 7 for inputs."""
+    """All products but each block's last run again: 4 next to 8 forward, 8 for weights and 7 for inputs."""
 
     def step(net: nn.Module, x: Tensor) -> Tensor:
         return net(x).square().mean()

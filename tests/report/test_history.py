@@ -9,7 +9,7 @@ import torch
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.report.history import NUM_LOSSES, NUM_POINTS, History, Losses, Validation
+from lightning_eff.report.history import NUM_LOSSES, NUM_POINTS, History, Losses
 from tests.support.models import Net, make_loader, make_trainer
 
 
@@ -26,16 +26,6 @@ def test_a_long_series_has_means_of_equal_stretches() -> None:
     assert series["b"] == [(7, 1.0)]
 
 
-def test_a_metric_is_of_validation_if_it_appeared_while_one_ran() -> None:
-    validation = Validation()
-    validation.begin({"train_loss": 1.0})
-    validation.end(5, {"train_loss": 1.0, "val_loss": 2.0})
-    metrics = {"train_loss": 1.0, "val_loss": 2.0, "of_the_epoch": 3.0}
-    validation.begin(metrics)
-    validation.end(10, metrics | {"val_loss": 1.5, "rare": 4.0})
-    assert validation.series() == {"val_loss": [(5, 2.0), (10, 1.5)], "rare": [(10, 4.0)]}
-
-
 def test_a_long_run_keeps_means_of_its_losses() -> None:
     losses, num_steps = Losses(), 3 * NUM_LOSSES + 5
     for step in range(1, num_steps + 1):
@@ -46,17 +36,10 @@ def test_a_long_run_keeps_means_of_its_losses() -> None:
     assert curve[-1][0] == num_steps
 
 
-@pytest.mark.parametrize("outputs", [None, {}, {"loss": None}, torch.zeros(2), {"loss": 3.0}])
-def test_steps_without_a_loss_count_nothing(outputs: object) -> None:
-    losses = Losses()
-    losses.add(1, outputs)
-    assert losses.curve() == []
-
-
-@pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("ours", [False, True], ids=["lightning's windows", "exact ones"])
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
-def test_the_report_has_the_loss_of_each_step(tmp_path: object, window: int, *, ours: bool) -> None:
+def test_the_report_has_the_loss_of_each_step(tmp_path: object, *, ours: bool) -> None:
+    window = 2
     model, monitor = Net(dropout=0.0), EfficiencyReport(dirpath=str(tmp_path))
     keywords: dict[str, Any] = {"callbacks": [monitor], "accumulate_grad_batches": window}
     if ours:

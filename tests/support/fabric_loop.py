@@ -270,7 +270,7 @@ def exact_plain(dtype: torch.dtype) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def refused(act: Any) -> str:
+def error_of(act: Any) -> str:
     try:
         act()
     except (ConflictError, ConfigError, CheckpointError, RuntimeError) as error:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_eff.checkpoint.sharded import Ranks
 from lightning_eff.core.errors import ConflictError
 from lightning_eff.strategy._shared.collectives import RankDivergenceCheck
 from tests.support.models import Deep
@@ -65,9 +64,8 @@ def test_ranks_must_run_the_same_modules_in_one_order(ranks: Any) -> None:
     for order in ((0, 1, 2), (2, 0), ()):
         compared(pairs, order, order)
     compared(ranks(ordered=False), (0, 1, 2), (2, 1, 0, 0))
-    said = r"fsdp2: the ranks run different modules[\s\S]*try: strategy=.ddp"
     for ordered, other in ((True, (0, 2)), (True, (0, 2, 1)), (True, (0, 1, 2, 2)), (False, (0, 1))):
-        with pytest.raises(ConflictError, match=said):
+        with pytest.raises(ConflictError, match="different modules"):
             compared(ranks(ordered=ordered), (0, 1, 2), other)
 
 
@@ -102,9 +100,3 @@ def test_compiled_models_are_not_checked(ranks: Any) -> None:
     assert not any(part._forward_pre_hooks for part in model.modules())
     check.compare()
     check.end()
-
-
-def test_an_error_keeps_its_type() -> None:
-    ranks = Ranks(torch.device("cpu"))
-    with pytest.raises(OSError, match="full"), ranks.all_or_none():
-        raise OSError(28, "full")
