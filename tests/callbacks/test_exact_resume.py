@@ -478,7 +478,7 @@ def test_loaders_that_are_made_again_each_epoch_are_exact_only_within_it(tmp_pat
     assert resumed.seen == whole.seen[8:]
     assert "order and random states as saved" in resume.outcome().did
     fit(shuffled(), resume, ckpt=tmp_path / "step=6.ckpt", reload_dataloaders_every_n_epochs=1)
-    assert "not exact: loaders that are made anew" in resume.outcome().did
+    assert "not exact: loaders that are created again" in resume.outcome().did
 
 
 @pytest.mark.parametrize("make", [lambda: shuffled(Samples(14)), functools.partial(shuffled, batch_size=3)])

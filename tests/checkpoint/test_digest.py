@@ -121,8 +121,6 @@ def test_a_stock_file_loads_with_a_warning_and_only_if_its_checksums_match(tmp_p
     with pytest.warns(CheckpointWarning, match="has no SHA-256"):
         assert equal(io_.load_checkpoint(path), state())
     assert io_.outcome().numbers["num_without_digest"] == 1
-    with pytest.raises(CheckpointError, match="require_digest=True"):
-        Durable(require_digest=True).load_checkpoint(path)
     content = path.read_bytes()
     place = content.index(state()["state_dict"]["a"].numpy().tobytes()) + 1000
     path.write_bytes(flipped(content, place, 2))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_eff.callbacks.contrastive import Contrastive
 from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
@@ -63,13 +64,15 @@ class Normed(Model):
         self.seen.append(float(self(batch)))
 
 
-class Communicates(Model):
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        torch.distributed.all_reduce(torch.zeros(1))
-        return self(batch)
+class Compares(Model):
+    def embed(self, batch: Batch) -> Any:
+        return self.layers(batch["x"])
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        torch.distributed.all_reduce(torch.zeros(1))
+    def similarity_loss(self, embeddings: Any) -> Any:
+        return (embeddings @ embeddings.T).logsumexp(-1).mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.similarity_loss(self.embed(batch))
 
 
 def error_of(*arguments: Any, **keywords: Any) -> str:
@@ -94,7 +97,7 @@ def resumed(root: Path, kind: Any) -> dict[int, dict[str, Any]]:
 
 def main(folder: str) -> dict[str, Any]:
     one = GradientAccumulation(num_batches=1)
-    results: dict[str, Any] = {"stream": fit(one)}
+    results: dict[str, Any] = {"stream": fit(one), "did": one.outcome().did}
     results["window"] = fit(GradientAccumulation(num_batches=3))
     results["length"] = fit(GradientAccumulation(num_batches=1), kind=list)
     results["other"] = fit(GradientAccumulation(num_batches=1), sizes=SIZES[::-1])
@@ -106,7 +109,14 @@ def main(folder: str) -> dict[str, Any]:
     results["interval"] = fit(
         one, kind=list, val_check_interval=0.5, val_sizes=[[1], [1, 1]], num_sanity_val_steps=0
     )
-    results["evaluated"] = evaluated()
+    results["compares"] = [
+        fit(Contrastive(micro_batch_size=1), model=Compares(), kind=kind, sizes=[[2] * 3, [3] * 3])["weights"]
+        for kind in (Stream, list)
+    ]
+    model = Normed()
+    fit(one, model=model, sizes=[[2] * 5, [2] * 3], val_sizes=[[3], [3, 2]], max_epochs=1)
+    results["normed"] = {"seen": model.seen, "buffers": list(model.buffers())}
+    results["fsdp2"] = fit(one, strategy=FSDP2(blocks=[nn.Linear]))
     results["resumed"] = [resumed(Path(folder), kind) for kind in (Stream, list)]
     results["rejected"] = [
         error_of(one, sizes=[[2, 2, 2], []]),
@@ -170,12 +180,14 @@ def test_resumes_where_a_rank_waits(ranks: Any, index: int) -> None:
             assert runs[step]["epochs"] == ranks[0]["resumed"][index][step]["epochs"]
 
 
-def test_what_communicates_in_a_forward_pass_is_rejected_on_all_ranks(ranks: Any) -> None:
+def test_a_loss_over_all_ranks_does_not_count_ranks_by_samples(ranks: Any) -> None:
     for rank in ranks:
-        training, validation, nothing, *others = rank["rejected"]
-        assert "val_dataloaders" in nothing
-        assert "limit_train_batches=4" in training
-        assert "1 (val)" in validation
-        assert [text.split(":")[0] for text in others] == ["ConflictError"] * 3
-    assert all("allreduce" in text for text in ranks[0]["rejected"][3:5])
-    assert "allreduce" in ranks[1]["rejected"][5]
+        stream, known = rank["compares"]
+        assert is_equal(stream, known)
+
+
+def test_a_rank_without_a_batch_and_a_loss_over_all_ranks_are_rejected_on_all(ranks: Any) -> None:
+    for rank in ranks:
+        empty, compares = rank["rejected"]
+        assert empty.startswith("ConfigError: train_dataloader")
+        assert compares.startswith("ConflictError: callbacks/contrastive")

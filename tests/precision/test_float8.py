@@ -85,7 +85,7 @@ def test_a_weight_that_is_computed_for_each_call_stays() -> None:
     spectral = nn.utils.spectral_norm(nn.Linear(32, 32))
     pruned = prune.l1_unstructured(nn.Linear(32, 32), "weight", 0.5)
     model = nn.Sequential(spectral, pruned, nn.Linear(32, 32))
-    own = "Linear computes something of its own"
+    own = "Linear may compute more than a linear layer"
     assert to_float8(model, emulate=True) == {"0": own, "1": own, "2": ""}
     model(torch.randn(4, 32)).sum().backward()
 

@@ -25,23 +25,10 @@ from tests.support.models import Net, make_trainer
 MACHINE = dict.fromkeys(("machine/compiler", "machine/bitsandbytes"), "there")
 
 
-<<<<<<< HEAD:tests/strategy/_shared/test_refusals.py
-@pytest.mark.parametrize(
-    ("strategy", "remedy"),
-    [(DeepSpeedZero, 'offload_optimizer="cpu"'), (FSDP2, "cpu_offload=True")],
-)
-def test_one_device_is_rejected_with_remedies(strategy: Any, remedy: str) -> None:
-    trainer = make_trainer(strategy=strategy(), devices=1)
-    with pytest.raises(ConflictError) as raised:
-        trainer.fit(Net())
-    for each in ("devices=2", 'strategy="auto"', remedy):
-        assert f"try: {each}" in str(raised.value)
-=======
 @pytest.mark.parametrize("strategy", [DeepSpeedZero, FSDP2])
 def test_one_device_is_rejected(strategy: Any) -> None:
     with pytest.raises(ConflictError):
         make_trainer(strategy=strategy(), devices=1).fit(Net())
->>>>>>> testsD:tests/strategy/_shared/test_rejections.py
 
 
 @pytest.mark.parametrize(
