@@ -172,10 +172,8 @@ def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTr
     assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
 
 
-@pytest.mark.slow
-def test_a_plan_is_of_as_many_devices_as_there_are_workers(command: Command) -> None:
-    words = ("trainer.accelerator=cpu", "trainer.devices=auto", "launch=ray", "launch.workers=[1,2]")
-    code, out, err = command("plan", "fsdp2", *words, "--json")
-    assert code == 0, err
-    assert [row["devices"] for row in json.loads(out)["division"]][:2] == [1, 2]
-    assert command("plan", "fsdp2", *words[:3], "launch.workers=1")[0] == 5, "one device is not sharded"
+@pytest.mark.parametrize("verb", ["plan", "compare"])
+def test_verbs_that_start_nothing_on_ray_reject_it(verb: str, command: Command) -> None:
+    code, _, err = command(verb, "lm", "launch=ray", "launch.workers=[1,2]")
+    assert code == 2
+    assert "launch='ray'" in err
