@@ -91,7 +91,7 @@ def test_a_missing_compiler_is_the_environments_fault(
     [
         (["lmm"], "did you mean 'lm'"),
         (["lm", "device=h20"], "did you mean 'h200'?"),
-        (["lm", "device.memory=40"], "try: device.memory=40GiB"),
+        (["lm", "device.memory=40"], "device.memory='40': expected a size"),
         (["lm", "callbacks.gradient_checkpointing.policy=full"], "gradient_checkpointing"),
         (["lm", BUDGET[0], "callbacks.gradient_checkpointing.policy=ful"], "one of full"),
     ],
