@@ -169,7 +169,7 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
         and {"NODE_RANK", "MASTER_ADDR"} <= environment.keys(),
     }
     for key in (key for key, is_wrong in is_alone.items() if is_wrong):
-        allowed = "torchrun or trainer.num_nodes: each of several processes would train alone"
+        allowed = "torchrun or trainer.num_nodes: several processes were started, and each would train alone"
         remedies = [
             "torchrun -m lightning_eff train ...",
             "trainer.num_nodes=2",

@@ -36,7 +36,7 @@ from lightning_eff.strategy._shared import checks
 from lightning_eff.strategy._shared.checks import ZERO, conflict
 
 _PRECISION = "precision= of the Trainer, of Fabric or of a recipe"
-_BATCH = "the batch size of the data"
+_BATCH = "data.batch_size or your loader"
 _WINDOW = "trainer.accumulate_grad_batches, callbacks.gradient_accumulation or your loop"
 OWNED = {
     "train_batch_size": _BATCH,
