@@ -294,35 +294,29 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[
         (row["text"], "\n".join(dict.fromkeys(row["modules"])), row["remedy"])
         for row in report.get("attention", ())
     ]
+    time: Report = report.get("time") or {}
+    parts = [
+        (share, f"{share:.1%}", f"{1e3 * share * time['step_s']:.1f}", name) for name, share in _parts(time)
+    ]
+    modules = [
+        (row["share"], f"{1e3 * row['batch_s']:.2f}", f"{row['calls']:.3g}", row["path"], row["class"])
+        for row in time.get("modules", ())
+    ]
     holders = ("of the peak", "bytes", "what", "category")
     tables = [
         ("Techniques", ("technique", "status", "what it did", "requested"), techniques),
         ("Largest holders, predicted", holders, _holder_rows(report.get("out_of_memory") or {})),
         ("Largest holders at the peak", holders, _holder_rows(memory)),
-        *_time_tables(report.get("time") or {}),
-        ("Memory at the peak of each phase", ("category", *PHASES), phases),
-        ("Attention of the first batch", ("what ran", "modules", "try"), attention),
-    ]
-    return [table for table in tables if table[2]]
-
-
-def _time_tables(found: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
-    """Return tables with bars: the parts of a step, and the modules of its forward pass."""
-    parts = [
-        (share, f"{share:.1%}", f"{1e3 * share * found['step_s']:.1f}", name) for name, share in _parts(found)
-    ]
-    modules = [
-        (row["share"], f"{1e3 * row['batch_s']:.2f}", f"{row['calls']:.3g}", row["path"], row["class"])
-        for row in found.get("modules", ())
-    ]
-    return [
         ("Time of a step", ("of the step", "share", "ms", "spent on"), parts),
         (
             "Modules of the forward pass",
             ("own time", "ms a batch", "calls a batch", "module", "class"),
             modules,
         ),
+        ("Memory at the peak of each phase", ("category", *PHASES), phases),
+        ("Attention of the first batch", ("what ran", "modules", "try"), attention),
     ]
+    return [table for table in tables if table[2]]
 
 
 def _holder_rows(held: Report) -> list[tuple[Any, ...]]:
