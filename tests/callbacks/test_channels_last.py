@@ -22,9 +22,11 @@ from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.core.errors import ConflictError, NoEffectWarning
+from lightning_eff.models.cnn import CNN
 from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Net, make_loader, make_trainer
+from tests.support.prediction import assert_predicted_is_measured
 from tests.support.ranks import is_equal, results_of_two_ranks
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -222,6 +224,12 @@ def test_optimizers_that_need_contiguous_weights_are_rejected(make: Any) -> None
     with pytest.raises(ConflictError):
         train(ChannelsLast(), model=model)
     assert model.formats == []
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_step_is_predicted(tmp_path: Path) -> None:
+    make = functools.partial(CNN, in_channels=1, num_classes=10, channels=4, num_blocks=1)
+    assert_predicted_is_measured(make, lambda: {"callbacks": [ChannelsLast()]}, tmp_path)
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
