@@ -38,7 +38,8 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 def _quoted(line: str) -> str:
     """Return a remedy that quotes a value with special characters; empty if that would not help."""
     key, is_assignment, value = line.partition("=")
-    if not is_assignment or any(sign in value for sign in "[]{}(),"):  # probably a slip in a list
+    is_list = any(sign in value for sign in "[]{}(),")  # probably a slip in it
+    if not is_assignment or is_list or len(line) > MAX_SHOWN:
         return ""
     escaped = value.replace('"', '\\"')  # a backslash stands for itself, unless it is the last character
     quoted = f'{key}="{escaped}"'

@@ -73,7 +73,6 @@ def test_every_verb_rejects_them_and_options_that_an_override_chooses(
         ),
         ("RUN", ("export", LONG)),
     ],
-    ids=str,
 )
 def test_a_value_that_hydra_would_run_or_cannot_hold_is_rejected_by_its_key(
     key: str, words: tuple[str, ...], command: Command
