@@ -163,13 +163,3 @@ def test_the_replay_is_the_count(block_bytes: int, monkeypatch: pytest.MonkeyPat
     more = peak.num_bytes - recorder.peak_bytes
     assert more == 0 if block_bytes == 1 else 0 < more < 512 * len(recorder.allocations)
     assert peak.num_bytes % block_bytes == 0
-
-
-def test_tied_weights_are_one_storage_and_layers_one_holder() -> None:
-    net = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(4)))
-    net[1].weight = net[0].weight
-    peak = Peak.of(record(net, None, 1))
-    assert peak.by_category["parameters"] == 1200
-    weights = next(each for each in peak.holders if each.category == "parameters")
-    assert (weights.path, weights.count, weights.num_bytes) == ("*.weight", 3, 1200)
-    assert Peak.of(Recorder()).num_bytes == 0, "a record of nothing"
