@@ -26,10 +26,10 @@ TRIL = torch.ones(8, 8, dtype=torch.bool).tril()
 class Block(nn.Module):
     """Calls one function of query, key and value on projections of its input [2, 8, 64]."""
 
-    def __init__(self, attend: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attend = attend
-        self.qkv = nn.Linear(64, 192, dtype=dtype)
+        self.qkv = nn.Linear(64, 192)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
