@@ -156,7 +156,9 @@ def lacking(path: Path) -> Any:
     return load
 
 
-@pytest.fixture(scope="module", params=["fsdp2", pytest.param("zero", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "zero")]
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Return where two ranks have left their checkpoints, and their results."""
     folder, dtype = tmp_path_factory.mktemp(request.param, numbered=False), DTYPES[request.param]

@@ -51,8 +51,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 # Each strategy loads what the one before it has saved: all save what DDP does, so any loads any other's.
 GROUPS = {
-    "usual": ["ddp", "zero2", "zero3", "fsdp2", "in_parts", "ddp"],
-    "others": ["ddp", "fsdp2_offload", "zero1", "in_parts", "zero3_offload", "ddp"],
+    "usual": ["ddp", "zero2", "fsdp2", "ddp"],
+    "others": ["ddp", "zero3", "fsdp2", "in_parts", "fsdp2_offload", "zero1", "zero3_offload", "ddp"],
 }
 TOGETHER: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "enable_checkpointing": False}
 
@@ -199,7 +199,7 @@ def main(folder: str) -> dict[str, Any]:
     for one, other in [("ddp", "ddp"), *itertools.pairwise(chain)]:
         begin = SaveAtStart(path / f"{one}-{other}.ckpt")
         save(trained(other, 8, begin, ckpt_path=path / f"{one}.ckpt"), path / f"{one}-{other}-8.ckpt")
-    if path.name == "usual":
+    if "in_parts" in chain:
         results["in_parts"] = in_parts(path / "again.ckpt")
     return results
 
@@ -297,7 +297,7 @@ def test_ranks_that_run_other_parts_are_found(run: Any) -> None:
 
 def test_techniques_together_step_as_one_device_does(run: Any) -> None:
     """T1 in float64, T2 in float32: a window divided twice is 94 % off; in bf16 a tenth of the movement."""
-    assert len(run.results["covering"]) >= 6
+    assert len(run.results["covering"]) >= 5
     for index, found in run.results["covering"].items():
         case = covering.COVERING[index]
         start, exact = covering.expected(case)
@@ -382,8 +382,9 @@ def test_training_continues_as_under_ddp(run: Any) -> None:
 
 
 def test_a_folder_holds_what_the_file_holds(run: Any) -> None:
-    if "fsdp2" in run.names:
-        assert is_equal(checkpoint(run.folder, "in_parts"), checkpoint(run.folder, "fsdp2"))
+    if "in_parts" not in run.names:
+        pytest.skip("the other group saves a folder")
+    assert is_equal(checkpoint(run.folder, "in_parts"), checkpoint(run.folder, "fsdp2"))
     index = torch.load(run.folder / "in_parts.ckpt" / "index.ckpt", weights_only=True)["checkpoint"]
     outlines = {name for name, value in index["state_dict"].items() if value.is_meta}
     assert outlines == {name for name, _ in Stack().named_parameters(remove_duplicate=False)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +10,6 @@ import pytest
 from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.core.managed import BATCH_HOOKS
-from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.monitors.gradient_check import GradientCheck
 from tests.support.models import Net, make_loader, make_trainer
 
@@ -57,22 +55,3 @@ def test_a_subclass_may_call_the_hook_of_its_base() -> None:
 
 def test_hooks_stay_where_another_callback_calls_them() -> None:
     make_trainer(callbacks=[Forwards(ExactResume())], max_steps=2).fit(Net(), make_loader())
-
-
-def test_the_report_is_called_before_a_batch_only_while_it_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    called: list[int] = []
-    begin = EfficiencyReport.on_train_batch_start
-
-    def count(self: EfficiencyReport, *args: Any) -> None:
-        called.append(args[-1])
-        begin(self, *args)
-
-    monkeypatch.setattr(EfficiencyReport, "on_train_batch_start", count)
-    report = EfficiencyReport(dirpath=tmp_path)
-    for _ in range(2):
-        make_trainer(callbacks=[report], max_steps=6).fit(Net(), make_loader())
-    assert called == [0, 1, 2] * 2
-    inner = EfficiencyReport(dirpath=tmp_path)
-    make_trainer(callbacks=[Forwards(inner)], max_steps=6).fit(Net(), make_loader())

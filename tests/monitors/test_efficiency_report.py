@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from lightning_eff.callbacks.empty_cache import EmptyCache
 from lightning_eff.checkpoint import atomic_io
 from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core.catalog import LEDGER_FILE
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.report.files import PAGE_FILE, SNAPSHOT_FILE
@@ -119,15 +118,6 @@ def test_a_failed_run_is_reported_when_its_last_checkpoint_fails_too(tmp_path: P
     assert report["reason"] == "RuntimeError: the label is missing"
 
 
-def test_of_several_reports_the_first_reports(net: Callable[..., Net], tmp_path: Path) -> None:
-    first, added, second = (EfficiencyReport(dirpath=each) for each in (tmp_path / "a", None, tmp_path / "b"))
-    trainer = make_trainer(callbacks=[first, added, second])
-    with pytest.warns(NoEffectWarning, match="report"):
-        trainer.fit(net(), make_loader())
-    assert first.report["status"] == "finished"
-    assert (added.report, second.report) == ({}, {})
-
-
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_a_compiled_model_is_timed_and_not_counted(tmp_path: Path) -> None:
     model = Net()
@@ -215,14 +205,3 @@ def test_out_of_memory_leaves_the_allocators_snapshot_and_says_so(
     monitor = EfficiencyReport(dirpath=tmp_path, record_memory_history=True)
     make_trainer(callbacks=[monitor]).fit(Net(), make_loader())
     assert recorded == [True, False]
-
-
-def test_a_snapshot_that_cannot_be_written_hides_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    write = Mock(side_effect=OSError("the disk is full"))
-    monkeypatch.setattr("lightning_eff.core.allocator.write_snapshot", write)
-    with caplog.at_level("INFO"), pytest.raises(torch.OutOfMemoryError):
-        fit(OutOfMemory(), tmp_path)
-    assert "OSError: the disk is full" in caplog.text
-    assert "memory_snapshot" not in json.loads((tmp_path / LEDGER_FILE).read_text())

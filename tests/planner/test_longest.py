@@ -18,7 +18,6 @@ from lightning_eff.planner.forecast import (
     DeviceMemory,
     ExampleBatch,
     MemoryForecast,
-    forecast,
 )
 from lightning_eff.planner.longest import MAX_TOKENS, longest_sequence
 from lightning_eff.planner.printing import longest_text
@@ -26,7 +25,6 @@ from lightning_eff.prediction.predict import Prediction
 from lightning_eff.report.peak import Peak
 
 MEMORY = DeviceMemory("small", 100_000_000 + CONTEXT_BYTES, is_cuda=True)
-SMALL = ["trainer.accelerator=cpu", "model.num_layers=2", "model.d_model=32", "data.batch_size=2"]
 BATCH: Any = ExampleBatch(None, torch.zeros(2, 8, dtype=torch.int64), None, None)  # pyright: ignore[reportArgumentType]
 
 CURVES: dict[str, Callable[[int], int | None]] = {
@@ -78,25 +76,6 @@ def test_rows_of_another_length_keep_batch_and_other_axes() -> None:
     assert longer["ids"].tolist() == [[0, 1, 2, 0, 1], [3, 4, 5, 3, 4]]
     assert longer["mask"].shape == (2, 1, 5, 5)
     assert longer["weight"].shape == (2,)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.slow
-def test_a_recipe_is_searched(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length is confirmed by predictions with batches that the data make."""
-    monkeypatch.setattr(longest, "MAX_TOKENS", 2048)
-
-    def compose(words: Sequence[str]) -> dict[str, Any]:
-        return composition.compose_recipe("baseline", [*SMALL, *words]).values
-
-    memory = DeviceMemory("small", 552 * 2**20, is_cuda=True)
-    found = longest_sequence(AdvisedRecipe.of(compose, compose(()), memory), granule=32)
-    for length in (found.num_tokens, found.too_long):
-        confirmed = forecast(compose([f"data.context_length={length}"]), memory)
-        assert confirmed.num_bytes is not None
-        assert confirmed.fits == (length == found.num_tokens)
-        assert length != found.num_tokens or confirmed.num_bytes == found.peak_bytes
-    assert f"{found.num_tokens:,} tokens fit" in longest_text(found)
 
 
 def test_data_without_a_length_have_no_longest_sequence(empty_folder: Path) -> None:

@@ -247,17 +247,6 @@ def test_autocast_of_cuda_keeps_float32_where_a_cpu_does_not(name: str) -> None:
     assert saved_bytes(90, forward, (8, 16, WIDTH)) == expected
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.parametrize(("dtype", "is_fused"), [(None, True), (torch.float32, True), (HALF, False)])
-def test_rms_norm_is_one_operator_if_its_weight_has_the_dtype_of_the_input(
-    dtype: torch.dtype | None, is_fused: bool
-) -> None:
-    with Fakes(), CudaOperators(90):
-        x = torch.empty(4, WIDTH, requires_grad=True)
-        weight = None if dtype is None else torch.empty(WIDTH, dtype=dtype, requires_grad=True)
-        assert ("FusedRmsNorm" in str(F.rms_norm(x, (WIDTH,), weight).grad_fn)) == is_fused
-
-
 def test_cross_entropy_of_low_logits_saves_what_its_parts_save() -> None:
     def loss(x: Tensor) -> Tensor:
         return F.cross_entropy(x.flatten(0, 1), torch.zeros(8 * 16, dtype=torch.long))

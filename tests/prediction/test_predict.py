@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
 
 from lightning_eff.callbacks import micro_batch
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -26,7 +25,6 @@ from lightning_eff.prediction.predict import Prediction, predict
 from tests.support.prediction import (
     CNN_OF,
     GPT_OF,
-    Encoder,
     assert_predicted_is_measured,
     choice,
     loader_for,
@@ -154,14 +152,6 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
     assert HostOffload.observers == []
 
 
-def test_an_optimizer_that_decides_by_values_is_named() -> None:
-    sgd = trainer_of({"callbacks": [choice(torch.optim.SGD)]})
-    lbfgs = trainer_of({"callbacks": [choice(torch.optim.LBFGS)]})
-    batch = next(iter(loader_for(GPT_OF)))
-    assert not any("SGD" in each for each in predict(GPT_OF, batch, trainer=sgd).assumed)
-    assert any("LBFGS" in each for each in predict(GPT_OF, batch, trainer=lbfgs).assumed)
-
-
 def test_of_many_micro_batches_some_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = next(iter(loader_for(GPT_OF)))
 
@@ -177,27 +167,3 @@ def test_of_many_micro_batches_some_are_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert 2 * every.flops == 4 * two.flops
     # What the other two return is a scalar each.
     assert every.peak.num_bytes == pytest.approx(two.peak.num_bytes, rel=1e-3)
-
-
-def test_of_a_long_step_three_batches_are_run(tmp_path: Path) -> None:
-    batches: set[int] = set()
-
-    class Counted(Encoder):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            batches.add(batch_idx)
-            return super().training_step(batch, batch_idx)
-
-    def run(plugins: dict[str, Any]) -> set[int]:
-        batches.clear()
-        predict(Counted, next(iter(loader_for(Counted))), trainer=trainer_of(plugins), num_batches=10)
-        return set(batches)
-
-    def accumulating(num_batches: int) -> dict[str, Any]:
-        return {"callbacks": [GradientAccumulation(num_batches=num_batches)]}
-
-    assert run(accumulating(5)) == {0, 1, 2}
-    assert run({"accumulate_grad_batches": 5}) == {0, 1, 2, 3}
-    # A first step of one batch would leave one to the second.
-    two: Any = loader_for(GPT_OF)
-    two = DataLoader(Subset(two.dataset, range(8)), batch_size=4)
-    assert_predicted_is_measured(GPT_OF, lambda: accumulating(2), tmp_path, two)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
@@ -22,18 +20,16 @@ from lightning_eff.report.flops import FlopCount
 from tests.support.attending import Attending
 from tests.support.models import make_trainer
 
-SCORES = 2 * 4 * 8 * 8 * 4
-"""Bytes of the scores of all heads in float32."""
 TRIL = torch.ones(8, 8, dtype=torch.bool).tril()
 
 
 class Block(nn.Module):
     """Calls one function of query, key and value on projections of its input [2, 8, 64]."""
 
-    def __init__(self, attend: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attend = attend
-        self.qkv = nn.Linear(64, 192, dtype=dtype)
+        self.qkv = nn.Linear(64, 192)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -91,27 +87,6 @@ def test_layers_of_torch() -> None:
     assert (row.backend, row.shape) == ("softmax", (8, 8, 8))
     (row,) = rows_of(lambda: attention(x, x, x, need_weights=False)[0])
     assert row.backend == "flash"
-
-
-def test_calls_that_are_alike_are_one_row() -> None:
-    blocks = [Block(sdpa(attn_mask=torch.ones(2, 1, 8, 8))) for _ in range(2)]
-    (row,) = rows_of(lambda: nn.Sequential(*blocks)(torch.randn(2, 8, 64)))
-    assert (row.calls, row.score_bytes, row.mask_bytes) == (2, 2 * SCORES, 2 * 8 * 8 * 4)
-    blocks = [Block(sdpa()), Block(sdpa(is_causal=True))]
-    assert len(rows_of(lambda: nn.Sequential(*blocks)(torch.randn(2, 8, 64)))) == 2
-
-
-def test_nothing_lives_longer_for_being_looked_at() -> None:
-    x = torch.randn(1, 2, 8, 4)
-    with FlopCount() as count, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        mask = torch.randn(8, 8)
-        out = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-        scores = x @ x.mT + mask
-        storages = [weakref.ref(each.untyped_storage()) for each in (mask, out, scores)]
-        del mask, out, scores
-        assert [each() for each in storages] == [None] * 3
-    (row,) = count.attention.rows()
-    assert (row.backend, row.score_bytes) == ("math", 0), "nothing is held without gradients"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")

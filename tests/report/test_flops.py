@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 from lightning_eff.callbacks.gradient_checkpointing import recompute
 from lightning_eff.prediction.predict import predict_step
 from lightning_eff.report.flops import FlopCount
-from tests.support.versions import since_torch_2_13
 
 
 def count(module: nn.Module, *inputs: Tensor) -> tuple[int, int]:
@@ -73,17 +72,6 @@ def test_products_with_a_wider_result_count() -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         torch.mm(a, b, out_dtype=torch.float32, out=total)
     assert counted.flops == 2 * 2 * 4 * 5 * 6
-
-
-@since_torch_2_13
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_a_higher_order_operator_runs_inside() -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    q = torch.randn(1, 2, 16, 8)
-    with FlopCount() as counted, torch.no_grad():
-        assert flex_attention(q, q, q).shape == q.shape
-    assert counted.flops == 2 * (2 * 1 * 2 * 16 * 16 * 8), "scores and weighted values"
 
 
 def blocks(*, again: bool) -> nn.Module:

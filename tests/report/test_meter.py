@@ -12,14 +12,10 @@ from torch import nn
 
 from lightning_eff.core import allocator
 from lightning_eff.kernels import devices
-from lightning_eff.report.history import NUM_POINTS
 from lightning_eff.report.meter import (
     Meter,
-    Probe,
-    Throughput,
     samples_and_tokens,
 )
-from lightning_eff.report.recording import Recorder
 from tests.support.fetching import Fetching
 
 CPU, LONG = torch.device("cpu"), torch.long
@@ -126,20 +122,6 @@ def test_samples_and_tokens_of_nested_batches(batch: object, expected: tuple[int
     assert samples_and_tokens(batch) == expected
 
 
-def test_closed_in_the_middle_of_a_batch_it_counts_no_more() -> None:
-    layer, x, recorder = nn.Linear(10, 10, bias=False), torch.randn(5, 10), Recorder()
-    probe = Probe(recorder)
-    probe.begin(x, layer, [])
-    y = layer(x)
-    probe.close()
-    probe.close()
-    z = layer(x)
-    assert (probe.num_batches, probe.flops, recorder.flops) == (0, 0, 2 * 5 * 10 * 10)
-    assert recorder.now_bytes == 400 + 200 + 200
-    assert torch.equal(y, z), "counting changes nothing"
-    assert not torch.nn.modules.module._global_forward_hooks
-
-
 def test_padding_is_a_fraction_of_the_tokens_of_timed_batches(clock: SimpleNamespace) -> None:
     measured = Meter(torch.device("cpu"), Fetching(), num_warmup_batches=0, is_counted=False)
     for num_real in (1, 7, 9):  # the first batch is not timed
@@ -150,19 +132,3 @@ def test_padding_is_a_fraction_of_the_tokens_of_timed_batches(clock: SimpleNames
     figures = measured.summary(dtype=torch.float32, world_size=1)
     assert figures["padding_share"] == 4 / 20
     assert (figures["tokens_per_s"], figures["real_tokens_per_s"]) == (5.0, 4.0)
-
-
-def test_series_have_every_batch_of_a_short_run_and_means_of_a_long_one(clock: SimpleNamespace) -> None:
-    throughput = Throughput()
-    assert throughput.series() == {"samples_per_s": [], "data_wait_ms": []}
-    for seconds in (2.0, 4.0, 1.0):
-        clock.now += seconds
-        throughput.finish_batch(4, 0, seconds / 2)
-    assert throughput.series() == {
-        "samples_per_s": [(1, 2.0), (2, 1.0), (3, 4.0)],
-        "data_wait_ms": [(1, 1000.0), (2, 2000.0), (3, 500.0)],
-    }
-    for _ in range(10_000 - 3):
-        clock.now += 2.0
-        throughput.finish_batch(4, 0, 1.0)
-    assert len(throughput.series()["samples_per_s"]) <= NUM_POINTS

@@ -247,22 +247,3 @@ def test_a_compiled_model_has_parts_and_no_modules(tmp_path: Any) -> None:
     found = fit(Net(), tmp_path, TorchCompile(target="forward", backend="eager"))
     assert found["parts"]["forward"] > 0
     assert "modules" not in found
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("aten.convolution_backward.default", "matrix products"),
-        ("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", "matrix products"),
-        ("aten.native_layer_norm.default", "pointwise operations"),
-        ("aten.transpose.int", ""),
-        ("aten.empty_like.default", ""),
-        ("_c10d_functional.all_reduce.default", ""),
-        ("higher_order.wrap", ""),
-    ],
-)
-def test_the_kind_of_an_operation(name: str, kind: str) -> None:
-    found = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    assert step_time.kind_of(found) == kind
