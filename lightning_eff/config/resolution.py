@@ -135,7 +135,7 @@ def _drop_beside_module_optimizer(cfg: DictConfig, overrides: Sequence[Override]
     for item in overrides:
         key = str(item.key_or_group)
         if not item.is_delete() and {key, key.partition(".")[0]} & {*unread}:
-            allowed = "no such key with optimizer=module: the module has its own, for example model.lr"
+            allowed = "nothing with optimizer=module: the module sets its own, for example by model.lr"
             remedies = ["scheduler=none", "optimizer=adamw"]
             raise ConfigError(key, item.value(), allowed=allowed, remedies=remedies)
     with open_dict(node):

@@ -13,18 +13,19 @@ import inspect
 import math
 import os
 import re
+import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra._internal.utils import _locate  # pyright: ignore[reportPrivateUsage]
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
+from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from lightning_eff.core.arguments import check_value
@@ -290,7 +291,7 @@ def resolve_class(path: str, target: object) -> type:
     """
     key = f"{path}._target_"
     try:
-        found: Any = _locate(str(target))
+        found: Any = get_object(str(target))
     except (ImportError, ValueError) as error:
         cause = error.__cause__
         missing = str(cause.name).partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
@@ -299,9 +300,12 @@ def resolve_class(path: str, target: object) -> type:
             raise EnvironmentLacksError(
                 f"{text}\n  try: pip install 'lightning-eff[{EXTRAS[missing]}]'"
             ) from error
-        reason = " ".join(str(error).splitlines()[1:] or [str(error)])
-        allowed = f"a class that can be imported (the current folder is on the import path): {reason}"
-        raise ConfigError(key, target, allowed=allowed) from error
+        module, _, name = str(target).rpartition(".")
+        reason = f"{cause or error} (the current folder is on the import path)"
+        if module in sys.modules:  # imported, so only the name is wrong
+            classes = [key for key, value in vars(sys.modules[module]).items() if isinstance(value, type)]
+            reason = f"{module} has no {name!r}: {suggest_name(name, classes)}"
+        raise ConfigError(key, target, allowed=f"a class that can be imported; {reason}") from error
     if isinstance(found, type):
         return found
     kind = "module" if inspect.ismodule(found) else "function" if callable(found) else type(found).__name__
