@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from omegaconf import DictConfig, OmegaConf
 
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.validate import check_inside
@@ -21,13 +20,6 @@ from lightning_eff.core.errors import ConfigError, UsageError
 GRID = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 METRIC, MONITOR = "optimized_metric", "efficiency_report"
-
-
-def lines_of(cfg: DictConfig) -> list[str]:
-    """Return a sweep's overrides in the order of its sweeper: those of its own parameters come first."""
-    params: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
-    own = params.get("params") or {} if isinstance(params, Mapping) else {}
-    return [*(f"{key}={value}" for key, value in own.items()), *cfg.hydra.overrides.task]
 
 
 def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
