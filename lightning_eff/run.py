@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import warnings
@@ -39,7 +38,7 @@ from lightning_eff.config.ckpt_path import (
 from lightning_eff.config.validate import MODULE_OPTIMIZER
 from lightning_eff.core import model_surgery, rules
 from lightning_eff.core.batch_size import check_global_batch
-from lightning_eff.core.catalog import LEDGER_FILE, RESOLVED
+from lightning_eff.core.catalog import RESOLVED, read_ledger
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageError, keep_overrides
 from lightning_eff.core.log_filters import ignore_library_messages
 from lightning_eff.launch import ray_worker
@@ -71,8 +70,7 @@ class Run:
     def fit(self) -> dict[str, Any]:
         """Train; return the efficiency report, empty without that monitor."""
         if self.is_finished and self.ckpt_path is not None:
-            report = self.ckpt_path.parent.parent / LEDGER_FILE
-            return json.loads(report.read_text()) if report.is_file() else {}
+            return read_ledger(self.ckpt_path.parent.parent)
         if self.trainer.is_global_zero:
             for folder in self.run_dir.parent.glob("*/checkpoints"):
                 # In the folders of all runs of this recipe: a run that died cannot clean up after itself.
@@ -84,7 +82,9 @@ class Run:
         rules.callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
         ignore_library_messages()
         with loggers.ended(self.trainer):
-            loggers.log_tags(self.trainer, self.values)
+            given = {key: self.values[key] for key in ("task_name", "tags") if self.values.get(key)}
+            for each in self.trainer.loggers if given else ():
+                each.log_hyperparams(given)
             self.trainer.fit(self.model, datamodule=self.data, ckpt_path=self.ckpt_path, weights_only=True)
         if self.trainer.fit_loop.total_batch_idx < 0:
             raise UsageError("the run trained on nothing: its data has no batches")

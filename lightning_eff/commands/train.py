@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -27,7 +26,7 @@ from lightning_eff.config.recipes import RecipeLoader, RecipePath
 from lightning_eff.config.sweeps import METRIC
 from lightning_eff.core import host_memory
 from lightning_eff.core.batch_size import check_global_batch
-from lightning_eff.core.catalog import LEDGER_FILE
+from lightning_eff.core.catalog import read_ledger
 from lightning_eff.core.errors import (
     EXIT_OK,
     ConfigError,
@@ -95,7 +94,7 @@ def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
         try:
             return Ended(job.run_ranks(composed.values, overrides, composed.run_dir))
         except RankError as error:
-            return Ended(left_of(composed.run_dir), error)
+            return Ended(read_ledger(composed.run_dir), error)
     return _run_here(app, job, composed, overrides)
 
 
@@ -140,12 +139,6 @@ class Ended:
 
     report: dict[str, Any]
     failure: BaseException | None = None
-
-
-def left_of(folder: Path) -> dict[str, Any]:
-    """Return the part of its report that a failed run has left."""
-    file = folder / LEDGER_FILE
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 @dataclass
@@ -208,7 +201,7 @@ class Job:
                 text = hide_secrets("".join(traceback.format_exception(error)))
                 path.write_text(text, encoding="utf-8", errors="backslashreplace")
                 error.__dict__["error_log"] = str(path)
-            return Ended(left_of(folder), self.explain(error, overrides, folder))
+            return Ended(read_ledger(folder), self.explain(error, overrides, folder))
 
     def explain(
         self, error: BaseException, overrides: Sequence[str], folder: Path | None = None

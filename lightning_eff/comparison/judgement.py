@@ -60,8 +60,11 @@ def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
     # Techniques that only one of the two rows has.
     changed = row.techniques.keys() ^ baseline.techniques.keys()
     is_same = _has_same_loss(row, baseline)
-    settings = [(_other_settings(each), each.precision) for each in (row, baseline)]
-    is_alike = settings[0] == settings[1]
+    others = [
+        {line for line in each.overrides if not line.lstrip("+~").startswith("callbacks")}
+        for each in (row, baseline)
+    ]
+    is_alike = others[0] == others[1] and row.precision == baseline.precision
     if row.idle and changed <= set(row.idle) and is_alike and is_same:
         return NO_EFFECT
     if _diverges(row, baseline):
@@ -90,11 +93,6 @@ def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:
     # The last losses may be near 0. A NaN in this row only is a difference.
     largest = max(abs(loss) for _, loss in baseline.losses if math.isfinite(loss))
     return abs(row.loss_difference) <= rtol * largest
-
-
-def _other_settings(row: ComparisonRow) -> set[str]:
-    """Return a row's overrides of anything other than callbacks."""
-    return {line for line in row.overrides if not line.lstrip("+~").startswith("callbacks")}
 
 
 def can_win(row: ComparisonRow) -> bool:

@@ -133,8 +133,10 @@ class RecipeApp:
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             hydra_overrides = list(cfg.hydra.overrides.hydra)
             with _explained():
-                lines = sweeps.lines_of(cfg)
                 sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
+            # The order of Hydra's sweepers: their own parameters come first.
+            lines = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+            lines += cfg.hydra.overrides.task
             metric: str | None = None
             jobs = sweeps.runs_to_check(lines, is_grid=sweeper["_target_"] == sweeps.GRID)
             for job in jobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,6 @@ def log_no_secrets(logger: Logger) -> Logger:
 
     logger.log_hyperparams = log_others
     return logger
-
-
-def log_tags(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
-    """Log a run's tags and its task's name, if set, to each logger as hyperparameters."""
-    given = {key: values[key] for key in ("task_name", "tags") if values.get(key)}
-    for each in trainer.loggers if given else ():
-        each.log_hyperparams(given)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from omegaconf import DictConfig, OmegaConf
 
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.validate import check_inside
@@ -23,6 +22,7 @@ OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 METRIC, MONITOR = "optimized_metric", "efficiency_report"
 
 
+<<<<<<< HEAD
 def lines_of(cfg: DictConfig) -> list[str]:
     """Return a sweep's overrides in its sweeper's order: overrides of the sweeper's own parameters first."""
     params: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
@@ -30,6 +30,8 @@ def lines_of(cfg: DictConfig) -> list[str]:
     return [*(f"{key}={value}" for key, value in own.items()), *cfg.hydra.overrides.task]
 
 
+=======
+>>>>>>> smaller
 def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
     """Return overrides of runs that together contain every value of a sweep over lists.
 

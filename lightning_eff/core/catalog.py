@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,12 @@ CONF, RECIPES, CONSTRAINTS = (
     for name in ("conf", "recipes", "constraints.txt")
 )
 """Folders and a file in the installed package, or next to it in a checkout."""
+
+
+def read_ledger(run: Path) -> dict[str, Any]:
+    """Return the efficiency report in a run's folder, which a failed run writes too; empty without one."""
+    file = run / LEDGER_FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"

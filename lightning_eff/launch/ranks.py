@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_eff.core.catalog import LEDGER_FILE
+from lightning_eff.core.catalog import read_ledger
 from lightning_eff.core.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -93,8 +93,7 @@ def run_ranks(
         raise failure
     if any(codes):
         raise _stopped(codes, is_reported=codes[0] in STOPPED and not first)  # by rank 0
-    report = folder / LEDGER_FILE
-    return json.loads(report.read_text()) if report.is_file() else {}
+    return read_ledger(folder)
 
 
 def _of_all_ranks(num_local: int, num_ranks: int, node: str) -> dict[str, str]:

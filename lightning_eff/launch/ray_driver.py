@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from lightning_eff.core.catalog import LEDGER_FILE
+from lightning_eff.core.catalog import read_ledger
 from lightning_eff.core.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -95,8 +95,7 @@ def run(
         raise failure
     if code in STOPPED:
         raise KeyboardInterrupt if code == EXIT_INTERRUPTED else SystemExit(code)
-    report = folder / LEDGER_FILE
-    return json.loads(report.read_text()) if report.is_file() else {}
+    return read_ledger(folder)
 
 
 def _check_installed() -> None:

@@ -274,7 +274,7 @@ def hooked() -> nn.Module:
     return model
 
 
-DRAWS = "it draws random numbers that are not of one token each"
+DRAWS = "it draws random numbers that are not per token"
 OTHER_TOKENS = "a token's output depends on other tokens"
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "GPT's MLP": (lambda: MLP(16), ""),
@@ -297,7 +297,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.spectral_norm(nn.Linear(8, 4))),
         "its forward changes buffers",
     ),
-    "what it keeps": (lambda: Between(keeps), "its forward keeps something of its input: aux"),
+    "what it keeps": (lambda: Between(keeps), "its forward stores part of its input: aux"),
     "hooks": (hooked, "hooks of part would run for every tile"),
     "two inputs": (lambda: nn.Bilinear(4, 4, 4), "its forward takes 2 inputs"),
     "two outputs": (lambda: nn.GRU(8, 8), "its forward returns a tuple"),
