@@ -22,16 +22,6 @@ OPTUNA = "hydra_plugins.hydra_optuna_sweeper."
 METRIC, MONITOR = "optimized_metric", "efficiency_report"
 
 
-<<<<<<< HEAD
-def lines_of(cfg: DictConfig) -> list[str]:
-    """Return a sweep's overrides in its sweeper's order: overrides of the sweeper's own parameters first."""
-    params: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
-    own = params.get("params") or {} if isinstance(params, Mapping) else {}
-    return [*(f"{key}={value}" for key, value in own.items()), *cfg.hydra.overrides.task]
-
-
-=======
->>>>>>> smaller
 def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
     """Return overrides of runs that together contain every value of a sweep over lists.
 

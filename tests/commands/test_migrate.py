@@ -265,26 +265,11 @@ def test_a_command_that_cannot_run_is_printed_with_its_reason(command: Command) 
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-<<<<<<< HEAD
         (b"[1, 2]", "a.json:1: "),
         (b"\x80\x02}q\x00.", "a.json:1: "),
         (b'{"optim": "sgd",\n "seed": 1, "seed": 2}', "a.json:2: "),
         (b"[" * 100_000, "a.json:1: "),
         (b'{"optim": "sgd", "deepspeed": "a.yaml"}', "a.yaml:2: "),
-=======
-        ("a.yaml", b"", "a.yaml:1: expected lines of key: value"),
-        ("a.json", b"[1, 2]", "a.json:1: expected lines of key: value"),
-        ("a.json", b"\x80\x02}q\x00.", "a.json:1: "),
-        ("a.json", b'{"optim": "sgd",\n "seed": 1, "seed": 2}', "duplicate key"),
-        ("a.yaml", b"optim: sgd\noptim: lion", "a.yaml:2: found duplicate key"),
-        ("a.yaml", b"optim: !!python/object:os.system {}", "tag !!python/object:os.system is not allowed"),
-        ("a.yaml", b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases are not read"),
-        ("a.json", b"[" * 100_000, "a.json:1: maximum recursion"),
-        (".", None, ".:1: expected a regular file"),
-        ("a.json", b'{"colour": 1, "taste": 2}', "expected keys of accelerate: "),
-        ("lost.json", None, "lost.json:1: expected a regular file"),
-        ("a.json", b'{"optim": "sgd", "deepspeed": "a.yaml"}', "a.yaml:2: found duplicate key"),
->>>>>>> smaller
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_is_rejected_by_its_line(content: bytes, place: str) -> None:
