@@ -105,7 +105,7 @@ def linear_cross_entropy(
         backend: `tiled`: this module; `torch`: torch's own, since 2.13. `auto` is always `tiled`. On a CPU it
             is within 5 % of torch's fastest (small losses with a frozen weight: 20 %, in bfloat16 37 %
             slower) and within 1 % of its memory. In bfloat16 torch's loss has an error of 8e-3, this one 1e-7
-            (docs/benchmarks/tiles.md#tiled-loss-memory-and-time-with-a-large-vocabulary). Neither was measured on a GPU.
+            (docs/benchmarks/tiles.md). Neither was measured on a GPU.
 
     Returns:
         Nats in float32 (float64 for float64 inputs): a scalar, or with `none` one value per target, 0 for
