@@ -32,6 +32,8 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "digits": (f"{TOP}seed: {'1' * 5000}\n", "mine/digits.yaml:1: Exceeds the limit"),
     "hex": (f"{TOP}seed: 0x_\n", "mine/hex.yaml:1: invalid literal for int()"),
     "keys": (f"{TOP}? [a, b]\n: 1\n", "mine/keys.yaml:2: found unhashable key"),
+    "null": (f"{TOP}model: {{~: 1}}\n", "mine/null.yaml:1: Incompatible key type"),
+    "number": ("defaults:\n  - {1: x}\n", "defaults that never end or have no name, in "),
     "two": (f"{TOP}---\nseed: 3\n", "mine/two.yaml:2: but found another document"),
     "itself": ("defaults: [itself]\n", "/mine/itself.yaml"),
     "circle": ("defaults:\n  - lm\n  - other\n", "/mine/circle.yaml or "),
