@@ -60,9 +60,10 @@ def _defaults(document: YamlDocument) -> str:
 
 def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -> str:
     """Return the text for any other composition error of Hydra 1.3."""
-    if isinstance(error, RecursionError):
+    if isinstance(error, (RecursionError, AssertionError)):  # the latter: a group's name that is no string
         own = [str(each.file) for each in documents.values() if not {CONF, RECIPES} & {*each.file.parents}]
-        return f"nested too deep, or defaults that never end, in {' or '.join(own) or 'the config'}"
+        what = "nested too deep, or defaults that never end or have no name"
+        return f"{what}, in {' or '.join(own) or 'the config'}"
     cause = error.__cause__
     first = next(iter(str(error).splitlines() or str(cause or "").splitlines()), type(error).__name__)
     if first.startswith(AMBIGUOUS):

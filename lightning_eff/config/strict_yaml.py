@@ -17,6 +17,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 from yaml.error import MarkedYAMLError
 
@@ -110,6 +111,9 @@ class RecipeFiles(FileConfigSource):
         document = self.documents[name]
         if not isinstance(document.content, (dict, type(None))):
             raise UsageError(f"{document.file}:1: {NO_MAPPING}")
-        config = OmegaConf.create(document.content or {})  # a new object, since Hydra changes it
+        try:
+            config = OmegaConf.create(document.content or {})  # a new object, since Hydra changes it
+        except OmegaConfBaseException as error:  # a key of another type than Hydra's
+            raise UsageError(f"{document.file}:1: {str(error).splitlines()[0]}") from error
         header = self._get_header_dict(document.header)
         return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)
