@@ -440,14 +440,11 @@ def main(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("sharded", marks=pytest.mark.slow)])
-def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    folder = tmp_path_factory.mktemp(request.param, numbered=False)
-    return request.param, results_of_two_ranks(__name__, folder)
-
-
-def test_two_ranks_have_the_gradient_of_their_batches_together(two_ranks: tuple[str, Any]) -> None:
-    group, results = two_ranks
+@pytest.mark.parametrize("group", ["ddp", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_two_ranks_have_the_gradient_of_their_batches_together(group: str, tmp_path: Path) -> None:
+    folder = tmp_path / group
+    folder.mkdir()
+    results = results_of_two_ranks(__name__, folder)
     for name, (kind, strategy, rows, window, options) in GROUPS[group].items():
         together = [[*one, *other] for one, other in rows]
         expected = weights(reference(kind, together, window=window, **options))
