@@ -108,6 +108,17 @@ def hooked_logits(net: Any) -> Tensor:
     return cross_entropy_of(logits)
 
 
+def hooked_head(net: Any) -> Tensor:
+    net.head.register_forward_hook(lambda module, args, out: out / 3)
+    return cross_entropy_of(net(X))
+
+
+def replaced_forward(net: Any) -> Tensor:
+    inner = net.head.forward
+    net.head.forward = lambda x: inner(x) * 2
+    return cross_entropy_of(net(X))
+
+
 def without_gradients(net: Any) -> Tensor:
     with torch.no_grad():
         taught = net(X.flip(0))
@@ -184,6 +195,8 @@ def test_what_tiles_cannot_do_has_whole_logits(name: str) -> None:
     "step",
     [
         hooked_logits,
+        hooked_head,
+        replaced_forward,
         without_gradients,
         masked_without_gradients,
         written_after_a_view,
