@@ -1,15 +1,18 @@
 """Ranks whose loaders return different numbers of batches: streams, WebDataset, shards of different sizes.
 
-Where the lengths of the loaders are not known to be equal, the ranks agree before each batch which of them
-have one: an all-reduce of two numbers. A rank without a batch computes its last one again, with weight 0,
-until no rank has one. So all ranks run the same collectives, under any strategy, count the same steps, and
-end the epoch together, while the gradient is of the batches that exist. The repeated batch leaves random
-states and buffers as they were. It is logged once more, like the samples with which Lightning's
-DistributedSampler fills up.
+If the loaders' lengths are not known to be equal, the ranks agree before each batch which of them have one.
+This costs an all-reduce of two numbers. A rank without a batch computes its last one again, with weight 0,
+until no rank has one; then the epoch ends on all ranks. So all ranks run the same collectives under any
+strategy and count the same steps, while the gradient covers only the batches that exist.
 
-Why not torch's `Join`: it wraps the training loop, which is Lightning's, and knows DDP only.
+A repeated batch changes neither random states nor buffers. Its values are logged once more, like the samples
+with which Lightning's DistributedSampler fills up. Synchronized batch norms are rejected: the statistics of
+the other ranks would include it.
 
-Private names of Lightning (`_combined_loader`, `_evaluation_step`, ...) are those of 2.6.6.
+Why not torch's `Join`: it wraps the training loop, which is Lightning's, and it supports DDP only.
+
+`lightning_loop.install` installs this class on several ranks. Lightning's private names (`_combined_loader`,
+`_evaluation_step`, ...) are from 2.6.6.
 """
 
 from __future__ import annotations
@@ -28,16 +31,17 @@ from lightning.pytorch.loops.fetchers import (
 )
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset
 
 from lightning_eff.core.dataloaders import LoaderWrapper
-from lightning_eff.core.errors import ConfigError
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.microbatching.oom_retry import take_buffers, without_collectives
 
 HAS_MORE, HAS_LAST, IS_OVER = 0, 1, 2
-"""What a rank knows of its data: it has a batch and another one, its last batch, or none."""
+"""State of a rank's data: it has a batch that is not its last, its last batch, or no batch."""
 
 
 class UnevenRanks:
@@ -54,7 +58,7 @@ class UnevenRanks:
     has_idle = False
     """Whether any rank has no current batch."""
     done = False
-    """Whether no rank has another batch after the current one, as Lightning asks a fetcher."""
+    """Whether the current batch is the last on all ranks; Lightning reads this attribute of a fetcher."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -126,8 +130,9 @@ class UnevenRanks:
         """Return this rank's next batch, as Lightning's fetchers do, or its last one again.
 
         Raises:
-            StopIteration: No rank has one.
+            StopIteration: No rank has a batch.
             ConfigError: A rank has never had one.
+            ConflictError: A rank has none left, and the model has synchronized batch norms.
         """
         batch: Any = next(self._fetcher, None)
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
@@ -143,10 +148,15 @@ class UnevenRanks:
             (is_each_filled,), _ = self._agree(self._last is not None)
             if not is_each_filled:
                 raise ConfigError("train_dataloader", 0, allowed="at least one batch on every rank")
+            if any(isinstance(each, nn.SyncBatchNorm) for each in self._trainer.lightning_module.modules()):
+                raise ConflictError(
+                    "synchronized batch norms would count the batch that a rank without data repeats\n"
+                    "  try: as many batches on each rank (limit_train_batches)"
+                )
         return self._last if self.is_idle else batch
 
     def _first_batch(self) -> Any:
-        """Return the first batch of a run that was resumed where its loader had ended; None for no data."""
+        """Return the first batch, for a run that resumes where its loader had ended; None without data."""
         fit_loop: Any = self._trainer.fit_loop
         loaders = fit_loop._combined_loader.iterables  # noqa: SLF001
         # Without the wrappers, which would count it.
@@ -155,7 +165,7 @@ class UnevenRanks:
 
     @contextmanager
     def without_trace(self) -> Generator[None]:
-        """Run a repeated forward pass: random states and buffers stay as they were."""
+        """Run a repeated forward pass without changing random states and buffers."""
         before = [(each, each.clone()) for each in self._trainer.lightning_module.buffers()]
         with isolate_rng():
             yield

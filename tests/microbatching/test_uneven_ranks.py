@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_eff.callbacks.contrastive import Contrastive
 from lightning_eff.callbacks.exact_resume import ExactResume
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.strategy.deepspeed_zero import DeepSpeedZero
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.ranks import is_equal, results_of_two_ranks
 from tests.support.resuming import save_in
@@ -33,6 +34,17 @@ from tests.support.uneven import (
 )
 
 pytestmark = pytest.mark.slow
+
+
+class Single(Model):
+    """In float32, which ZeRO needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def forward(self, batch: Batch) -> Any:
+        return super().forward(batch | {"x": batch["x"].float()})
 
 
 class Logs(Model):
@@ -62,6 +74,19 @@ class Normed(Model):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.seen.append(float(self(batch)))
+
+
+class Synced(nn.SyncBatchNorm):
+    """Runs on a CPU too, without the synchronization."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+class Synchronized(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, Synced(6).double())
 
 
 class Compares(Model):
@@ -117,10 +142,12 @@ def main(folder: str) -> dict[str, Any]:
     fit(one, model=model, sizes=[[2] * 5, [2] * 3], val_sizes=[[3], [3, 2]], max_epochs=1)
     results["normed"] = {"seen": model.seen, "buffers": list(model.buffers())}
     results["fsdp2"] = fit(one, strategy=FSDP2(blocks=[nn.Linear]))
+    results["zero"] = fit(one, model=Single(), strategy=DeepSpeedZero(stage=2))
     results["resumed"] = [resumed(Path(folder), kind) for kind in (Stream, list)]
     results["rejected"] = [
         error_of(one, sizes=[[2, 2, 2], []]),
         error_of(Contrastive(micro_batch_size=1), model=Compares()),
+        error_of(one, model=Synchronized()),
     ]
     return results
 
@@ -136,6 +163,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 )
 def test_equals_one_process_with_all_batches(ranks: Any, case: str, window: int) -> None:
     check([rank[case] for rank in ranks], reference(window))
+
+
+def test_zero_trains_on_all_batches(ranks: Any) -> None:
+    for rank in ranks:
+        for ours, theirs in zip(rank["zero"]["weights"], reference(1)["weights"], strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_count_in_place_of_samples(ranks: Any) -> None:
@@ -186,8 +219,9 @@ def test_a_loss_over_all_ranks_does_not_count_ranks_by_samples(ranks: Any) -> No
         assert is_equal(stream, known)
 
 
-def test_a_rank_without_a_batch_and_a_loss_over_all_ranks_are_rejected_on_all(ranks: Any) -> None:
+def test_what_a_repeated_batch_would_change_is_rejected_on_all_ranks(ranks: Any) -> None:
     for rank in ranks:
-        empty, compares = rank["rejected"]
+        empty, compares, synchronized = rank["rejected"]
         assert empty.startswith("ConfigError: train_dataloader")
         assert compares.startswith("ConflictError: callbacks/contrastive")
+        assert synchronized.startswith("ConflictError: synchronized batch norms")
