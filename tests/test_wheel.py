@@ -1,4 +1,4 @@
-"""The wheel, built from the sdist, carries conf/ and recipes/, and runs a recipe from any folder, without the checkout."""
+"""The wheel, built from the sdist, carries conf/ and recipes/, and runs a recipe without the checkout."""
 
 from __future__ import annotations
 

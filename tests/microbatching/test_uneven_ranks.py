@@ -147,7 +147,7 @@ def main(folder: str) -> dict[str, Any]:
     results["rejected"] = [
         error_of(one, sizes=[[2, 2, 2], []]),
         error_of(Contrastive(micro_batch_size=1), model=Compares()),
-        error_of(one, model=Synchronized()),
+        error_of(one, model=Synchronized(), strategy=FSDP2(blocks=[nn.Linear])),
     ]
     return results
 
