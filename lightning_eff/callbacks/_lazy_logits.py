@@ -430,7 +430,7 @@ def node_of(loss: Tensor) -> Any:
 
 
 def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
-    """Reshape the hidden states; valid if the last axis is still V, so that rows stay the same."""
+    """Reshape the hidden states; valid only if the logits keep V as last axis, so that rows stay whole."""
     # A meta tensor has no memory, so the function itself shows the new shape.
     found = use.on(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
     is_same = found.shape[-1:] == (logits.call.projection.width,) and found.dtype == logits.dtype

@@ -63,7 +63,7 @@ class ExactResume(Managed):
     """
 
     try_as = ()
-    """Empty, because every recipe already has it."""
+    """Empty: it lowers neither time nor memory."""
 
     @check_arguments
     def __init__(

@@ -40,7 +40,7 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
 
 
 def words_of(word: str, config_dir: Sequence[str]) -> list[str]:
-    """Return the words that name the same recipe in another command, given the results of `find_recipe`.
+    """Return the arguments that name the same recipe in another command, given `find_recipe`'s results.
 
     Example:
         >>> words_of("mine/my.yaml", ["mine", "parts"]), words_of("lm", [])

@@ -1,7 +1,7 @@
 """Check a composed config before any of it is built: classes, their parameters and types, and folders.
 
 A group instantiates only classes of the group's base, a nested `_target_` only classes of `_nested_bases`.
-Functions are rejected, because a config could do most harm with them. Naming a class imports its module,
+Functions are rejected: a config could do the most harm with them. Naming a class imports its module,
 which is trusted code of the user. beartype checks types against the constructor's annotations; the
 constructor checks whatever annotations cannot express. A run writes only below `output_root`. Hydra's own
 section may name installed plugins and a sweeper's sampler, and runs no other code. `resolution.py` calls it.

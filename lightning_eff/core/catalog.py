@@ -61,7 +61,7 @@ def began(run: Path) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A recipe (`lm`), a technique, which has a module of its name (`callbacks/empty_cache`), or an option.
+    """A recipe (`lm`), an option, or a technique, which is named after its module (`callbacks/empty_cache`).
 
     `use` is the argument or command to type.
     """

@@ -8,7 +8,7 @@ The states of this package's callbacks are stored there too. With the states of 
 Trainer without these callbacks would warn about each of them.
 
 If `max_steps` ends a run, Lightning 2.6 saves it as if its epoch were complete, wherever in the epoch it was.
-Resumed, it would skip the rest of that epoch and, with a stateful loader, the start of the next one. At the
+A resumed run would skip the rest of that epoch and, with a stateful loader, the start of the next one. At the
 end of an epoch it would draw one batch of the next and skip the others. So such a checkpoint is read as if
 `every_n_train_steps` had saved it after that batch, from where Lightning resumes correctly.
 

@@ -71,7 +71,7 @@ def compute(
         class_weight: [V], or None.
         smoothing: s / V.
         softcap: Of the logits.
-        temperature: Of the logits, after the soft cap.
+        temperature: Divides the logits, after the soft cap.
         sums: What to sum: `classes` for s / V * w_c * l_c, `entropy`, or an empty string for nothing.
     """
     num_rows, width = logits.shape
@@ -166,7 +166,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
 def _scaled(logits, c, V, pitch, softcap, cooling):
     """Return the scaled logits of columns c [BLOCK] in float32, and -inf beyond V.
 
-    The mask is `pitch`, a multiple of 16 wherever memory reaches that far; V would prevent vector loads.
+    Loads are masked by `pitch`, a multiple of 16 if memory allows; a mask by V would prevent vector loads.
     """
     x = tl.load(logits + c, mask=c < pitch, other=0.0).to(tl.float32)
     if softcap is not None:

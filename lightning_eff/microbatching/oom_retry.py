@@ -302,7 +302,7 @@ class OomRetry:
         return atomic_update(optimizer, self._device, is_first=self._num_updates == 1)
 
     def find(self, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer) -> None:
-        """Find and set the largest size that fits, up to the full batch (on several ranks, the smallest one).
+        """Find and set the largest size that fits, up to the full batch (the smallest batch of all ranks).
 
         All ranks try the same sizes at the same time; a size fits if it fits on every rank.
 

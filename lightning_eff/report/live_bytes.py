@@ -23,7 +23,7 @@ from typing_extensions import override
 
 
 class InfraMode(TorchDispatchMode):
-    """Base of dispatch modes that only observe; operators that compile themselves may run inside."""
+    """Base of dispatch modes that only observe; flex attention, which compiles itself, accepts them."""
 
     supports_higher_order_operators = True
 

@@ -152,7 +152,7 @@ def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> l
 
 
 def _name_of(made: Allocation) -> str:
-    """Return what a storage is, in the words of an engineer, equal for repeated blocks."""
+    """Return a readable name for a storage, the same for the corresponding storages of repeated blocks."""
     noun, path = NOUNS.get(made.operation, f"result of {made.operation} in"), merged_path(made.path)
     if made.category in (recording.PARAMETERS, recording.BUFFERS):
         return path

@@ -135,7 +135,7 @@ class ParameterGuard:
         self.begin()
 
     def begin(self) -> None:
-        """Count changes from here on, again after each step, which may change a single parameter in place."""
+        """Count changes made from now on. Call it again after each step: a step may change a parameter."""
         # torch 2.13 counts in-place changes of a tensor in `_version`, except changes through its `.data`.
         self._versions = [
             (name, p, p._version)  # noqa: SLF001

@@ -1,7 +1,4 @@
-"""Real jobs of Ray on this machine, some 40 s each: equal to the command's own ranks, and stopped.
-
-A killed worker is in test_lost_ranks.py; how its error reaches the driver is in test_ray_worker.py.
-"""
+"""Real jobs of Ray on this machine, some 40 s each: equal to the command's own ranks, killed, and stopped."""
 
 from __future__ import annotations
 
@@ -36,9 +33,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def start(root: str, *more: str) -> subprocess.Popen[str]:
+def start(root: str, *more: str, stderr: Any = subprocess.PIPE) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "lightning_eff", *WORDS, f"output_root={root}", *more]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def end_of(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -82,14 +79,16 @@ def test_two_workers_train_what_two_ranks_of_the_command_train(strategy: str) ->
     assert_same("with_ray", "without")
 
 
-def test_a_signal_while_ray_starts_ends_the_run() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_ends_the_run(number: int) -> None:
     process = start("out", *RAY)
     wait_for(lambda: processes_of("gcs_server"))
-    process.send_signal(signal.SIGINT)
-    assert end_of(process, code=130).splitlines()[-1].startswith("stopped")
+    process.send_signal(number)
+    err = end_of(process, code=128 + number)
+    assert err.splitlines()[-1].startswith("stopped")
 
 
-def test_a_stopped_run_resumes_with_one_worker() -> None:
+def test_a_stopped_run_goes_on_with_one_worker() -> None:
     process = start("out", *RAY)
     wait_for(lambda: list(Path("out").glob("lm/*/checkpoints/step-[23].ckpt")))
     process.send_signal(signal.SIGTERM)
@@ -98,3 +97,90 @@ def test_a_stopped_run_resumes_with_one_worker() -> None:
     err = end_of(start("out", "launch=ray", "launch.workers=1", "ckpt_path=auto"))
     assert "ckpt_path=auto: resumes from" in err
     assert saved("out", 8)["global_step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (
+            "raise RuntimeError('a fault of the test')",
+            "rank 1: RuntimeError: a fault of the test (traceback: ",
+        ),
+        ("os.kill(os.getpid(), 9)", "rank 1 was lost, perhaps because memory ran out"),
+    ],
+)
+def test_a_worker_that_fails_is_named_in_one_line(fault: str, named: str) -> None:
+    Path("faulty.py").write_text(
+        "import os\nfrom lightning_eff.models.gpt import GPT\n"
+        "class Net(GPT):\n"
+        "    def on_train_batch_start(self, batch, batch_idx):\n"
+        "        if batch_idx == 3 and self.global_rank == 1:\n"
+        f"            {fault}\n"
+    )
+    err = end_of(start("out", *RAY, "model._target_=faulty.Net", "launch.max_failures=0"), code=1)
+    assert err.splitlines()[-1].startswith(f"error: {named}")
+
+
+TWO_MACHINES = """
+import sys
+from ray.cluster_utils import Cluster
+
+node = {"num_cpus": 1, "object_store_memory": 128 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+other = cluster.add_node(**node)
+sys.stdout.write(f"{cluster.address}\\n")
+sys.stdout.flush()
+for line in sys.stdin:
+    if line == "lose\\n":
+        cluster.remove_node(other, allow_graceful=False)
+    else:
+        other = cluster.add_node(**node)
+cluster.shutdown()
+"""
+SLOW = """
+import sys, time
+from lightning_eff.models.gpt import GPT
+
+class Net(GPT):
+    def on_train_batch_start(self, batch, batch_idx):
+        if not self.global_rank:
+            sys.stderr.write(f"{self.trainer.world_size} ranks at step {self.trainer.global_step}\\n")
+        time.sleep(0.3)
+"""
+
+
+def part_of(log: Path, number: int, wanted: str) -> str:
+    """Return what an attempt has said once it has said what is wanted, empty before."""
+    parts = log.read_text().split("resumes from")
+    return parts[number] if len(parts) > number and wanted in parts[number].rpartition("\n")[0] else ""
+
+
+def test_a_run_goes_on_with_the_machines_that_are_there() -> None:
+    Path("slow.py").write_text(SLOW)
+    log, words = Path("err"), [sys.executable, "-c", TWO_MACHINES]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with log.open("w") as err, subprocess.Popen(words, **pipes, text=True) as cluster:
+        assert cluster.stdin is not None
+        assert cluster.stdout is not None
+        address = cluster.stdout.readline().strip()
+        elastic = ["launch=ray", "launch.workers=[1,2]", f"launch.address={address}"]
+        more = ["model._target_=slow.Net", "trainer.max_steps=10000"]
+        process = start("out", *elastic, *more, stderr=err)
+        wait_for(lambda: "2 ranks at step 3\n" in log.read_text())
+        for word, number in (("lose", 1), ("add", 2)):
+            num_before = log.read_text().count("resumes from")
+            cluster.stdin.write(f"{word}\n")
+            cluster.stdin.flush()
+            text = wait_for(lambda: part_of(log, num_before + 1, f"{number} ranks at step "))  # noqa: B023
+            begun, _, rest = text.partition(f"{number} ranks at step ")
+            step = int(rest.split()[0])
+            assert f"checkpoints/step-{step}.ckpt" in begun
+            assert step > 0
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        assert process.returncode == 143
+        cluster.stdin.close()
+    wait_for(lambda: not processes_of("ray") and not processes_of("lightning_eff"))
+    lines = log.read_text()
+    assert "state-dump" not in lines
+    assert "was lost" not in lines.splitlines()[-1]

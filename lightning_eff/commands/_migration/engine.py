@@ -1,7 +1,7 @@
 """Turn the keys of a file into overrides of one recipe, row by row of its tool's table.
 
 `migrate` calls it. The functions at the end convert several keys at once, or a key without a plain value. A
-row names function and part, as in `convert: batches.per_device`.
+table's row names the function and the key's part in it, as in `convert: batches.per_device`.
 """
 
 from __future__ import annotations
