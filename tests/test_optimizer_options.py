@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
-from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.config import composition
@@ -19,7 +17,7 @@ from lightning_eff.config.recipes import RecipePath
 from lightning_eff.core import catalog
 from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.scheduler.warmup_decay import WarmupDecay
-from tests.support.models import Deep, make_loader, make_trainer
+from tests.support.models import Deep, make_loader, make_trainer, seeded
 from tests.support.ranks import is_equal
 
 pytestmark = pytest.mark.filterwarnings(
@@ -86,44 +84,62 @@ def library_optimizers(name: str, model: Deep) -> list[Any]:
     return [instantiate(node, groups, _convert_="all")]
 
 
-def bare_loop(name: str, model: Deep, num_steps: int) -> tuple[list[float], list[Any]]:
+def schedule(optimizer: Any) -> WarmupDecay:
+    return WarmupDecay(optimizer, total_steps=20, warmup_steps=3)
+
+
+def bare_loop(name: str, model: Deep) -> tuple[list[float], list[Any]]:
+    """Train two epochs as the library's documentation does it."""
     optimizers, losses = library_optimizers(name, model), list[float]()
+    schedules = [schedule(optimizer) for optimizer in optimizers]
     averaging = [optimizer for optimizer in optimizers if hasattr(optimizer, "eval")]
-    for optimizer in averaging:
-        optimizer.train()
-    while len(losses) < num_steps:
+    for _ in range(2):
+        for optimizer in averaging:
+            optimizer.train()
         for x, y in make_loader():
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            for each in schedules:
+                each.step()
             losses.append(float(loss.detach()))
-            if len(losses) == num_steps:
-                break
-    for optimizer in averaging:
-        optimizer.eval()
+        for optimizer in averaging:  # for the checkpoint, and at the end
+            optimizer.eval()
     return losses, optimizers
 
 
-def fit(name: str, model: nn.Module, folder: Path, **keywords: Any) -> Any:
-    choice = OptimizerChoice(
-        optimizer=instantiate(option(name), _convert_="all"),
-        scheduler=keywords.pop("scheduler", lambda o: torch.optim.lr_scheduler.ConstantLR(o, factor=1.0)),
-    )
-    checkpoint = keywords.pop("ckpt_path", None)
-    trainer = make_trainer(callbacks=[choice], default_root_dir=folder, **keywords)
-    trainer.fit(model, make_loader(), ckpt_path=checkpoint, weights_only=True)
+class Saving(Deep):
+    """Saves a checkpoint after its first epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "one.ckpt")
+
+
+def fit(name: str, model: Deep, folder: Path, ckpt_path: Path | None = None) -> Any:
+    """Train two epochs under the Trainer."""
+    choice = OptimizerChoice(optimizer=instantiate(option(name), _convert_="all"), scheduler=schedule)
+    trainer = make_trainer(callbacks=[choice], default_root_dir=folder, max_epochs=2, max_steps=-1)
+    trainer.fit(model, make_loader(), ckpt_path=ckpt_path, weights_only=True)
     return choice, trainer
 
 
-def test_trains_to_the_bit_like_the_librarys_own_loop_with_so_many_bytes_of_state(
-    name: str, deep: Callable[..., Deep], tmp_path: Path
-) -> None:
-    ours = deep(width=WIDTH)
-    choice, trainer = fit(name, ours, tmp_path, max_steps=12)
-    theirs = deep(width=WIDTH)
-    losses, optimizers = bare_loop(name, theirs, 12)
+def laid_open(value: Any) -> Any:
+    """Return a state without a library's own classes: quantized tensors as what they hold."""
+    if isinstance(value, dict):
+        return {key: laid_open(item) for key, item in value.items() if key != "projection_type"}
+    if hasattr(type(value), "__tensor_flatten__"):
+        return {part: getattr(value, part) for part in value.__tensor_flatten__()[0]}
+    return value
+
+
+def test_it_trains_like_the_librarys_own_loop_and_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
+    """With a schedule, whose rates must come back too, and a file of tensors and plain values."""
+    ours, theirs, resumed = (seeded(kind, width=WIDTH, dropout=0.0) for kind in (Saving, Deep, Deep))
+    choice, trainer = fit(name, ours, tmp_path)
+    losses, optimizers = bare_loop(name, theirs)
     assert ours.losses == losses
     assert is_equal([*ours.parameters()], [*theirs.parameters()])
     held = choice.outcome().numbers["state_bytes"]
@@ -136,40 +152,9 @@ def test_trains_to_the_bit_like_the_librarys_own_loop_with_so_many_bytes_of_stat
         share = sum(state_bytes(picked).values()) / sum(p.numel() for p in matrices)
         low, high = BYTES_PER_PARAMETER[name]
         assert low <= share <= high
-
-
-def laid_open(value: Any) -> Any:
-    """Return a state without a library's own classes: quantized tensors as what they hold."""
-    if isinstance(value, dict):
-        return {key: laid_open(item) for key, item in value.items() if key != "projection_type"}
-    if hasattr(type(value), "__tensor_flatten__"):
-        return {part: getattr(value, part) for part in value.__tensor_flatten__()[0]}
-    return value
-
-
-def test_saved_and_resumed_it_has_the_same_state_and_goes_on_alike(
-    name: str, deep: Callable[..., Deep], tmp_path: Path
-) -> None:
-    """With a schedule, so that its rates must come back too; the file holds tensors and plain values."""
-    plain: Any = {"width": WIDTH, "dropout": 0.0}
-    whole, second = deep(**plain), deep(**plain)
-
-    def schedule(optimizer: Any) -> WarmupDecay:
-        return WarmupDecay(optimizer, total_steps=20, warmup_steps=3)
-
-    epochs = {"max_steps": -1, "scheduler": schedule}
-
-    class Saving(Deep):
-        def on_train_epoch_end(self) -> None:
-            if self.current_epoch == 0:
-                self.trainer.save_checkpoint(tmp_path / "one.ckpt")
-
-    whole.__class__ = Saving
-    _, trainer = fit(name, whole, tmp_path, max_epochs=2, **epochs)
-    _, resumed = fit(name, second, tmp_path, max_epochs=2, ckpt_path=tmp_path / "one.ckpt", **epochs)
-    assert second.losses == whole.losses[10:]
-    assert is_equal([*second.parameters()], [*whole.parameters()])
-    states = [laid_open(t.optimizers[0].state_dict()) for t in (trainer, resumed)]
+    _, again = fit(name, resumed, tmp_path, tmp_path / "one.ckpt")
+    assert resumed.losses == losses[10:]
+    assert is_equal([*resumed.parameters()], [*ours.parameters()])
+    states = [laid_open(each.optimizers[0].state_dict()) for each in (trainer, again)]
     torch.testing.assert_close(states[1]["state"], states[0]["state"], rtol=0, atol=0)
     assert states[1]["param_groups"] == states[0]["param_groups"]
-    assert not torch.equal(next(deep(**plain).parameters()), next(second.parameters()))

@@ -43,7 +43,7 @@ def w() -> Tensor:
 
 @pytest.mark.filterwarnings("ignore")  # of numpy, about the numbers that are drawn
 @pytest.mark.parametrize(
-    ("cases", "seed"), [(75, 0), pytest.param(5000, 1, marks=pytest.mark.slow)], ids=["some", "many"]
+    ("cases", "seed"), [(50, 0), pytest.param(5000, 1, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_generated_cases_are_within_t4(cases: int, seed: int) -> None:
     """Error at most (K + 2) u |A||B| + eps |D|, none where operands are small integers, no byte beyond.
@@ -118,7 +118,9 @@ def test_checkpointing_keeps_a_product(x: Tensor) -> None:
 def test_training_by_the_kernels() -> None:
     """T1 in float32: forward, both gradients, and the weight's added by the kernel itself with beta = 1."""
 
-    def make(accumulation: Accumulation | None = None) -> nn.Module:
+    accumulation = Accumulation()
+
+    def make() -> nn.Module:
         model = swapped(Tied(), accumulation)
         for module in model.modules():
             if isinstance(module, TritonLinear):
@@ -129,11 +131,9 @@ def test_training_by_the_kernels() -> None:
         pairs = zip(one.parameters(), other.parameters(), strict=True)
         return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
-    accumulation = Accumulation()
-    expected = trained(Tied, None, num_steps=4)
-    assert distance(trained(make, None, num_steps=4), expected) < 2e-5
-    assert distance(trained(lambda: make(accumulation), accumulation, num_steps=4), expected) < 2e-5
-    assert accumulation.num_added == 4 * 3
+    expected = trained(Tied, None, num_steps=2)
+    assert distance(trained(make, accumulation, num_steps=2), expected) < 2e-5
+    assert accumulation.num_added == 2 * 3
     assert distance(Tied(), expected) > 0.01, "nothing was trained"
 
 
@@ -143,8 +143,8 @@ def test_training_by_the_kernels() -> None:
     [
         next(tile for tile in CONFIGS if tile.subtiles > 1),
         next(tile for tile in CONFIGS if tile.adds),
-        next(tile for tile in CONFIGS if tile.kernel == "pointers"),
-        TileConfig("tma", 64, 64, 128, 4, 3, split_k=2),
+        pytest.param(next(tile for tile in CONFIGS if tile.kernel == "pointers"), marks=pytest.mark.slow),
+        pytest.param(TileConfig("tma", 64, 64, 128, 4, 3, split_k=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -157,8 +157,7 @@ def test_a_config_is_within_the_bound_in_every_layout_and_kind(tile: TileConfig)
             assert error_of(run_config(tile), problem) <= 1.0, (layout, kind)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu", "gelu"])
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("is_gated", "activation"), [(True, "silu"), (False, "gelu_tanh"), (True, "gelu")])
 def test_mlps_by_the_kernels(is_gated: bool, activation: str) -> None:
     """T2; the exact GELU is not in the epilogues, so that torch computes it between two products."""
     torch.manual_seed(0)

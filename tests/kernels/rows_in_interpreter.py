@@ -48,7 +48,10 @@ class CudaProjection(Projection):
             assert room[-1].isnan().all(), "written beyond the last row"
 
 
-@pytest.fixture(params=["float32", "bfloat16", "float16", "float16 logits"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float16 logits")]
+
+
+@pytest.fixture(params=["bfloat16", "float16", *SLOW])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Let the kernel compute, in several blocks, and return the dtype of the products."""
     monkeypatch.setattr(_row_kernel, "runs_on", lambda logits: logits.dtype != torch.float64)

@@ -130,13 +130,12 @@ def test_pointers_compile_for_ampere(tile: TileConfig) -> None:
 def test_split_k_is_reduced_without_spills(device: str) -> None:
     config = next(tile for tile in CONFIGS if tile.split_k > 1 and tile.kernel == "pointers")
     variant = Variant(epilogue=("bias", "c", "pre"), activation="gelu_tanh")
-    for each in (variant, ragged(config, variant)):
-        sums = assemble(config, each, device)[1]
-        assert sums.stack_bytes == sums.instructions["local_memory"] == sums.instructions["tensor_core"] == 0
-        assert sums.registers <= 128
+    sums = assemble(config, ragged(config, variant), device)[1]
+    assert sums.stack_bytes == sums.instructions["local_memory"] == sums.instructions["tensor_core"] == 0
+    assert sums.registers <= 128
 
 
-LOSSES = {"values": ("", ""), "plain": ("pt", ""), "entropy": ("pte", "entropy"), "all": ("ptla", "classes")}
+LOSSES = {"plain": ("pt", ""), "entropy": ("pte", "entropy"), "all": ("ptla", "classes")}
 """Of the loss's kernel: which factors it has, by the last word's first letter, and which sum."""
 
 
@@ -165,7 +164,7 @@ def test_rows_of_the_loss_compile_without_spills(name: str, num_classes: int, dt
 
 @pytest.mark.slow
 def test_every_config_compiles_with_the_triton_of_the_previous_torch() -> None:
-    """`make test-full` installs triton 3.6.0 beside the environment."""
+    """`make test-full` installs triton 3.6.0 next to the environment."""
     folder = ROOT / ".venv" / "triton-3.6"
     if os.environ.get("LIGHTNING_EFF_TRITON") == "3.6":
         import triton
@@ -183,8 +182,6 @@ def test_every_config_compiles_with_the_triton_of_the_previous_torch() -> None:
 
 
 def test_a_fault_in_a_config_is_detected() -> None:
-    """With one stage more than there is shared memory for, and with an accumulator that does not fit."""
-    (large,) = assemble(TileConfig("tma", 128, 256, 128, 8, 4), LINEAR)
-    assert large.shared_bytes > DEVICES["h200"].shared_bytes
+    """An accumulator that does not fit into the registers of four warps."""
     (crowded,) = assemble(TileConfig("tma", 128, 256, 128, 4, 2), Variant(epilogue=("c",)))
     assert crowded.instructions["local_memory"] > 0

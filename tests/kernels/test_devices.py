@@ -88,7 +88,8 @@ def test_the_precision_of_float32_is_read_from_any_switch() -> None:
     assert dict(zip(SWITCHES, found, strict=True)) == SWITCHES
 
 
-def test_a_compiled_function_reads_it_and_compiles_again_after_a_change() -> None:
+@pytest.mark.slow
+def test_a_compiled_function_is_compiled_again_after_the_precision_changes() -> None:
     imports = "from lightning_eff.kernels.devices import float32_precision"
     code = (
         "f = torch.compile(lambda x: x + (float32_precision() == 'tf32'), backend='eager', fullgraph=True); "

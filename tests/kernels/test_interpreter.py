@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter: the tests of *in_interpreter.py, each in a process of its own."""
+"""The kernels in Triton's interpreter: the tests of *in_interpreter.py, in their own process."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("file", "which"),
-    [
-        ("in_interpreter", "not slow"),
-        pytest.param("in_interpreter", "slow", marks=pytest.mark.slow),
-        ("rows_in_interpreter", "not slow"),
-        pytest.param("rows_in_interpreter", "slow", marks=pytest.mark.slow),
-    ],
-)
-def test_what_the_kernels_compute_there(file: str, which: str) -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_what_the_kernels_compute_there(which: str) -> None:
     """Generated cases, gradients, counters and compiler, layers that train; rows of the tiled loss."""
     words = ["-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=short", "-m", which]
-    done = in_interpreter("-m", "pytest", *words, f"tests/kernels/{file}.py")
+    files = [f"tests/kernels/{name}in_interpreter.py" for name in ("", "rows_")]
+    done = in_interpreter("-m", "pytest", *words, *files)
     assert done.returncode == 0, done.stdout[-5000:]

@@ -156,28 +156,6 @@ def test_bytes_are_those_counted_by_hand_and_the_error_is_the_one_there_is(
     assert 0.1 * most < error < most
 
 
-@pytest.mark.parametrize(
-    ("quant_type", "dtype", "loaded"),
-    [("fp16", torch.float16, torch.float32), ("bf16", torch.bfloat16, torch.bfloat16)],
-)
-def test_sixteen_bits_for_frozen_matrices_and_float32_for_the_rest(
-    quant_type: str, dtype: torch.dtype, loaded: torch.dtype
-) -> None:
-    model = make().to(loaded)
-    plugin = QuantizedBase(quant_type=quant_type)
-    fitted(plugin, PeftAdapter(options=LORA, modules_to_save=["second"]), model=model, max_steps=5)
-    assert {p.dtype for p in trained(model).values()} == {torch.float32}
-    assert any("second" in name for name in trained(model))
-    low = {n for n, p in model.named_parameters() if p.dtype == dtype and not p.requires_grad}
-    assert {n for n in low if "linear" in n or "first" in n} == {
-        f"{name}.base_layer.{key}" for name in LINEARS[:-1] for key in ("weight", "bias")
-    }
-    norms = {p.dtype for n, p in model.named_parameters() if "norm" in n}
-    assert norms == {loaded}, "PyTorch's norms on a CPU refuse weights of fewer bits than their input"
-    after = plugin.outcome().numbers["bytes_after"]
-    assert after == sum(model.get_parameter(name).nbytes for name in low if "norm" not in name)
-
-
 @pytest.mark.parametrize("quant_type", ["nf4", "int8"])
 def test_resumes_to_the_bit_whatever_base_is_in_the_file(quant_type: str, tmp_path: Path) -> None:
     """The quantized one, the one before quantizing, or none at all, as an adapter's own file has it."""
