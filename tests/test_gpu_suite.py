@@ -95,7 +95,7 @@ def test_a_day_runs_the_wanted_parts_and_ends_with_the_claims(tmp_path: Path) ->
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"ceilings.json", "gemm.json", "log.txt", "summary.md"}
     assert len(json.loads((tmp_path / "gemm.json").read_text())["calls"]) == 2
-    assert "best config / library" in (tmp_path / "summary.md").read_text()
+    assert "| what | goal | measured | verdict |" in (tmp_path / "summary.md").read_text()
 
 
 @pytest.mark.slow
@@ -104,5 +104,6 @@ def test_kernels_are_compiled_ahead_for_a_gpu_that_is_not_there(tmp_path: Path) 
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(GPU_SCRIPTS / "compile.py"), "--target", "sm_90", "--smoke"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "3 kernels for sm_90, 0 with a fault"
-    assert len(list(tmp_path.glob("*/*.cubin"))) == 4, "one of them splits K, and sums in a second kernel"
+    number, _, rest = done.stdout.splitlines()[-1].partition(" ")
+    assert rest == "kernels for sm_90, 0 with a fault"
+    assert len(list(tmp_path.glob("*/*.cubin"))) > int(number), "split K sums in a second kernel"
