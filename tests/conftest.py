@@ -133,7 +133,7 @@ def text_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a Llama of two layers, 32 wide, and a tokenizer of its own."""
+    """Return a folder with a Llama of two layers, 32 wide, and its tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -195,6 +195,6 @@ def command(
         return found, out, said
 
     yield call
-    for name, module in list(sys.modules.items()):  # another test has a my_project of its own
+    for name, module in list(sys.modules.items()):  # another test has its own my_project
         if tmp_path in Path(getattr(module, "__file__", None) or "/").parents:
             del sys.modules[name]

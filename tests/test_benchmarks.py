@@ -70,7 +70,7 @@ GPU_SCRIPTS = {
 
 
 def run_gpu_script(name: str, out: Path) -> dict[str, Any]:
-    """Run a script in a process of its own, and return the cases of its parts."""
+    """Run a script in its own process, and return the cases of its parts."""
     command = [sys.executable, str(FOLDER / "gpu" / f"{name}.py"), "--smoke", "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True)
     return {part: json.loads((out / f"{part}.json").read_text())["cases"] for part in GPU_SCRIPTS[name]}

@@ -120,7 +120,7 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("num_classes", [5008, 5003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_tiled_loss_of_a_gpu_is_that_of_whole_logits(
+def test_the_tiled_loss_on_a_gpu_equals_whole_logits(
     dtype: torch.dtype, num_classes: int, options: dict[str, Any]
 ) -> None:
     """Its kernel and products with float32 results and sums; 50 times, since a race is not every time."""

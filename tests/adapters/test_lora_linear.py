@@ -61,7 +61,7 @@ def test_passes_over_tensors_of_the_size_of_the_result() -> None:
 
 
 @pytest.mark.parametrize(("size", "dropout"), [((4, 6, K), 0.5), ((K,), 0.0), ((0, K), 0.0)])
-def test_results_and_gradients_are_those_of_peft(size: tuple[int, ...], dropout: float) -> None:
+def test_results_and_gradients_equal_pefts(size: tuple[int, ...], dropout: float) -> None:
     """T1 in float64; a factor that was left out would be off by a half."""
     found = []
     for model in layers(torch.float64, lora_dropout=dropout, use_rslora=True):
@@ -75,7 +75,7 @@ def test_results_and_gradients_are_those_of_peft(size: tuple[int, ...], dropout:
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-def test_under_autocast_the_error_is_not_larger_than_that_of_peft() -> None:
+def test_under_autocast_the_error_is_smaller_than_pefts() -> None:
     models = layers()
     x = torch.randn(512, K)
     exact = copy.deepcopy(models[1]).double()(x.double())

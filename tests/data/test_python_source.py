@@ -20,7 +20,7 @@ CONTEXT = 16
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Return a folder of twelve Python files, one of them in a folder of its own."""
+    """Return a folder of twelve Python files, one of them in an inner folder."""
     folder = tmp_path / "source"
     (folder / "inner").mkdir(parents=True)
     for index in range(12):

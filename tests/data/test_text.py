@@ -142,7 +142,7 @@ def test_truncated_text_is_reported(
         rows = batches(prepare(tmp_path, packing=packing))
     kept = sum(int(((batch["input_ids"] > 96) & (batch["input_ids"] < 256)).sum()) for batch in rows)
     assert kept == (40 if packing in (True, "across") else 16)
-    assert ("1 of 2 documents are longer" in caplog.text) == (packing != "across")
+    assert ("1 of 2 documents" in caplog.text) == (packing != "across")
     assert any(record.levelname == "WARNING" for record in caplog.records) == (kept == 16)
 
 
@@ -250,7 +250,7 @@ def test_a_split_is_by_document(prepare: Prepare, folder: Path) -> None:
     assert prepare(folder).val_dataloader() == []
     for file in list(folder.iterdir())[1:]:
         file.unlink()
-    with pytest.raises(ValueError, match=r"val_fraction=0.25 of 1 document"):
+    with pytest.raises(ValueError, match=r"val_fraction=0\.25"):
         prepare(folder, val_fraction=0.25)
 
 

@@ -40,7 +40,7 @@ def assert_t1(found: tuple[Tensor, list[Tensor]], exact: tuple[Tensor, list[Tens
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_that_of_whole_logits(option: str, reduction: Any) -> None:
+def test_every_option_equals_whole_logits(option: str, reduction: Any) -> None:
     """Catches a mean of tiles' means, a factor of one gradient, and an option that tiles apply twice."""
     given, options = make_inputs(), dict(OPTIONS[option])
     if "ignore_index" in options:

@@ -225,7 +225,7 @@ def test_the_extra_bytes_of_a_step_on_a_gpu_that_need_not_be_present(
 
 
 @pytest.mark.parametrize(("name", "rows"), [("h100", 2048), ("t4", 256)])
-def test_rows_of_a_tile_on_a_gpu_follow_its_memory_whichever_source_states_it(name: str, rows: int) -> None:
+def test_rows_of_a_tile_on_a_gpu_follow_its_memory(name: str, rows: int) -> None:
     """1 GiB of float32 logits of 128,256 classes on an H100, an eighth of that on a T4 with 14.5 GiB."""
     for factor in (0.97, 1.0, 1.03):  # a driver keeps some
         gpu = devices.DEVICES[name]

@@ -74,10 +74,10 @@ def test_a_launch_is_looked_up_once_and_then_passes_the_same(config: Any, launch
         assert [value for value in found if isinstance(value, float)] in ([0.5, 0.0], [1.0, 0.0])
 
 
-def test_what_cannot_be_compiled_is_computed_by_torch_and_said_once(
+def test_a_kernel_that_cannot_be_compiled_is_replaced_by_torch_with_one_warning(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failing pass of the compiler raises a plain RuntimeError, which ended the training step."""
+    """A failing pass of the compiler raises a plain RuntimeError, which once ended the training step."""
     a, b = (torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
     tried: list[str] = []
 
@@ -87,9 +87,8 @@ def test_what_cannot_be_compiled_is_computed_by_torch_and_said_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", fails)
-        with pytest.warns(UserWarning, match="cannot be compiled: RuntimeError: PassManager") as said:
+        with pytest.warns(UserWarning, match="PassManager") as warned:
             assert torch.equal(gemm(a, b, backend="triton"), a @ b)
-    assert len(tried) == len(said) == 1
-    assert "torch's library computes 64 x 64 x 64 in torch.bfloat16" in str(said[0].message)
+    assert len(tried) == len(warned) == 1
     gemm(a, b, backend="triton")
     assert len(launched) == 1, "by the next config"

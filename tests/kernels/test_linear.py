@@ -86,7 +86,7 @@ def test_a_hook_and_autograd_grad_get_the_gradient() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch 2.13's jvp imports it
 @pytest.mark.parametrize("autocast", [False, True])
-def test_other_derivatives_are_those_of_a_linear_layer(autocast: bool) -> None:
+def test_second_and_forward_mode_derivatives_equal_a_linear_layers(autocast: bool) -> None:
     layer = nn.Linear(3, 2)
     ours = swapped(copy.deepcopy(layer), Accumulation())
     x, found = torch.ones(4, 3, requires_grad=True), []

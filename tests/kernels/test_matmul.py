@@ -80,7 +80,7 @@ def test_a_result_is_written_and_added_to_out() -> None:
 
 @pytest.mark.parametrize("where", ["a", "a.T", "shifted"])
 def test_a_result_over_an_operand_is_made_elsewhere(where: str) -> None:
-    """Found by a tester: 686 off, for a square matrix that was its own result."""
+    """A square matrix that was its own result was once off by 686."""
     a, b = random(40, 40), random(40, 40) + 1.0
     room = torch.zeros(41, 40, dtype=torch.float64)
     out = {"a": a, "a.T": a.T, "shifted": room[1:]}[where]

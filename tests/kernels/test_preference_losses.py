@@ -123,7 +123,7 @@ LOSSES: dict[str, tuple[Callable[[Batch], Tensor], Callable[[Any, Batch], Tensor
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_the_page_is_that_of_whole_logits(name: str, page: dict[str, Any]) -> None:
+def test_a_loss_of_the_page_equals_whole_logits(name: str, page: dict[str, Any]) -> None:
     batch = Batch()
     whole, call = LOSSES[name]
     exact = whole(batch)

@@ -58,7 +58,7 @@ def test_on_a_cpu_it_warns_once_that_there_is_nothing_to_offload() -> None:
     layer = nn.Linear(2, 2)
     optimizer = CpuOffload(layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()
-    with pytest.warns(NoEffectWarning, match="on the CPU already"):
+    with pytest.warns(NoEffectWarning, match="CPU"):
         optimizer.step()
     optimizer.step()
     assert not optimizer.outcome().effective

@@ -131,6 +131,6 @@ def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -
     optimizer = InBackward(layer.parameters(), lr=0.1)
     x = torch.ones(2, 8, requires_grad=True)
     shared = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
-    with pytest.raises(RuntimeError, match="use_reentrant=False works"):
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
         shared.sum().backward()
     del optimizer

@@ -134,7 +134,7 @@ def test_techniques_that_need_lightnings_own_steps_are_rejected(callback: pl.Cal
 
 @pytest.fixture
 def recipe(empty_folder: Path) -> list[str]:
-    """Return the words that follow a verb, beside a module and a recipe of the user's own."""
+    """Write a user's module and recipe, and return the words that follow a verb."""
     source = Path(gan.__file__).read_text(encoding="utf-8")
     for name, text in {
         "gan.py": source,

@@ -14,7 +14,7 @@ from lightning_eff.optimizer.muon import Muon
 
 
 class Language(nn.Module):
-    """An embedding, a hidden layer, a convolution, an output layer of its own."""
+    """An embedding, a hidden layer, a convolution, and an untied output layer."""
 
     def __init__(self) -> None:
         super().__init__()

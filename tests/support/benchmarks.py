@@ -36,7 +36,7 @@ def script(name: str) -> dict[str, Any]:
 
 @cache
 def kept() -> dict[str, dict[str, Any]]:
-    """Return the content of every file by its stem; those of GPUs lie in benchmarks/gpu/results."""
+    """Return the content of every file by its stem; results of GPUs lie in benchmarks/gpu/results."""
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))}
 
 

@@ -175,7 +175,7 @@ class Loop:
 
 
 def usual(path: Path, strategy: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Train, save, fail to save, save by the Trainer's names, and go on."""
+    """Train, save, fail to save, save by the Trainer's names, and continue."""
     loop = Loop(strategy(), dtype).train(0, SAVED_AFTER)
     loop.fabric.save(path / "ours.ckpt", loop.state(SAVED_AFTER))
     saved, disk = loop.gathered(), full_disk(loop, path / "ours.ckpt")
@@ -192,7 +192,7 @@ def usual(path: Path, strategy: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def full_disk(loop: Loop, path: Path) -> list[Any]:
-    """Return what is said when rank 0 cannot write, and whether the checkpoint before is as it was."""
+    """Return the error of a rank 0 that cannot write, and whether the older checkpoint is unchanged."""
     write, before = os.write, path.read_bytes()
 
     def full(fd: int, data: Any) -> int:
@@ -223,7 +223,7 @@ class Batches(torch.utils.data.IterableDataset[Any]):
 
 
 def with_the_trainer(path: Path, strategy: Any, trainers: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Go on under the Trainer's strategy, save there, and load that under Fabric again."""
+    """Continue under the Trainer's strategy, save there, and load that under Fabric again."""
     keywords = {"devices": 2, "use_distributed_sampler": False, "gradient_clip_val": CLIP}
     trainer = make_trainer(strategy=trainers, max_steps=NUM_STEPS - SAVED_AFTER, **keywords)
     loader = torch.utils.data.DataLoader(Batches(dtype, trainer.global_rank), batch_size=None)

@@ -1,4 +1,4 @@
-"""A GAN that steps two optimizers itself, and a module with schedules of its own: files of a user's own."""
+"""A GAN that steps two optimizers itself, and a module with its own schedules, as files of a user."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class GAN(pl.LightningModule):
 class Scheduled(pl.LightningModule):
     """One optimizer and a schedule: `plateau` watches a logged value, `one_cycle` steps with each batch.
 
-    `two` returns two optimizers, which Lightning refuses in automatic optimization, `none` and `empty` none.
+    `two` returns two optimizers, which Lightning rejects in automatic optimization, `none` and `empty` none.
     """
 
     def __init__(self, *, schedule: str = "plateau") -> None:

@@ -50,7 +50,7 @@ class Case:
 
     Kinds of an MLP, which store more than the result (kernels/epilogue.py): `gated`: the up projection u of
     SwiGLU, stored with silu(g) * u. `activated`: the up projection h of GPT, stored with gelu(h). Their
-    `gradient`: of what goes into the down projection; that of g and u, or of h, is stored, and what went in.
+    `gradient`: of the down projection's input; the gradient of g and u, or of h, is stored, and that input.
     """
 
     M: int
@@ -113,7 +113,7 @@ def reference(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Compute `activation(alpha * a @ b + beta * c + bias)` in float64; axes as those of `gemm`.
+    """Compute `activation(alpha * a @ b + beta * c + bias)` in float64; axes as in `gemm`.
 
     As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them
     does not reach the result then.
@@ -139,7 +139,7 @@ class Problem:
     operands: Operands  # C is `d` where the product is added to it
     d: Tensor  # receives the result, [M, N]
     start: Tensor | None  # what is added to the product: C, or what `d` holds before
-    pre: Tensor | None = None  # receive what an MLP stores besides, as in `Launch`
+    pre: Tensor | None = None  # receive the other matrices that an MLP stores, as in `Launch`
     d2: Tensor | None = None
 
     @classmethod
@@ -223,7 +223,7 @@ class Problem:
         in float64, u = 2^-23: any order of a float32 sum, no lost term of it, and one rounding to the
         result's dtype; with `rounds_twice` more, as torch allows its library in split-K reductions, and as
         it does before and after an activation. An epilogue enlarges the first term by its slope. What is
-        stored besides the result is compared alike.
+        stored in addition is compared alike.
         """
         stored = [result, *self.stored_besides]
         if not all(bool(tensor.isfinite().all()) for tensor in stored):

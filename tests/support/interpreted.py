@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter: generated cases against float64, in a process of its own.
+"""The kernels in Triton's interpreter: generated cases against float64, in their own process.
 
     TRITON_INTERPRET=1 python -m tests.support.interpreted --seed 0 --cases 1000 --json results.json
 

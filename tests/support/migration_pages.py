@@ -52,7 +52,7 @@ def code(words: str) -> str:
 
 
 def note(row: Row) -> str:
-    """Return what is said about a row."""
+    """Return the note of a row."""
     default = f"default, also written: `{row.default}`" if row.always and row.default is not None else ""
     lacks = f"other values: {row.lacks}" if row.ours and row.lacks else row.lacks
     needs = f"only with `{row.needs}`" if row.needs else ""

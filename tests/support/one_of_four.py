@@ -1,7 +1,7 @@
 """Rank 0 of four that are not there: what DeepSpeed and FSDP2 really hold, as JSON.
 
-Collectives of a fake process group move nothing. A process of its own, since a group and DeepSpeed's engine
-stay behind.
+Collectives of a fake process group move nothing. It needs its own process, since a group and DeepSpeed's
+engine stay behind.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 
 
 def run_alone(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `main(folder)` of a module in a process of its own."""
+    """Run `main(folder)` of a module in its own process."""
     return _run(ALONE.format(root=str(ROOT), module=module) + f"main({str(folder)!r})\n", folder)
 
 

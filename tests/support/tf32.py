@@ -13,7 +13,7 @@ SWITCHES = {  # a statement: how float32 is multiplied after it
     "torch.set_float32_matmul_precision('medium')": "tf32",
     "torch.backends.cuda.matmul.fp32_precision = 'tf32'": "tf32",
     "torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
-    "torch.backends.cudnn.fp32_precision = 'tf32'": "tf32",  # cudnn's is that of all of CUDA
+    "torch.backends.cudnn.fp32_precision = 'tf32'": "tf32",  # cudnn's switch is for all of CUDA
     "torch.backends.fp32_precision = 'tf32'": "tf32",
     "torch.backends.fp32_precision = 'bf16'": "ieee",  # no format of CUDA's
     "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
