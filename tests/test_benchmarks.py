@@ -76,10 +76,8 @@ def run_gpu_script(name: str, out: Path) -> dict[str, Any]:
     return {part: json.loads((out / f"{part}.json").read_text())["cases"] for part in GPU_SCRIPTS[name]}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "gemm" else [pytest.mark.slow]) for name in GPU_SCRIPTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GPU_SCRIPTS)
 def test_a_script_for_a_gpu_runs_its_smallest_sizes_on_a_cpu(name: str, tmp_path: Path) -> None:
     found = run_gpu_script(name, tmp_path)
     assert {part: len(cases) for part, cases in found.items()} == GPU_SCRIPTS[name]

@@ -68,6 +68,7 @@ def test_a_gan_resumes_exactly(run: Any) -> None:
     assert "each step counts as one optimizer step" in out
 
 
+@pytest.mark.slow
 def test_a_loop_under_fabric_needs_less_memory_for_the_same_loss(run: Any) -> None:
     out = run("fabric", 2)
     assert_less_and_less(out, 3)

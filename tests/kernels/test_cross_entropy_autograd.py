@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.kernels import devices
-from lightning_eff.kernels._row_losses import tile_rows_of
 from lightning_eff.kernels.cross_entropy import linear_cross_entropy
 from lightning_eff.prediction.fakes import Fakes
 from lightning_eff.report.flops import FlopCount
@@ -222,15 +220,3 @@ def test_the_extra_bytes_of_a_step_on_a_gpu_that_need_not_be_present(
     returned = x.nbytes + weight.nbytes
     assert live.peak_bytes - before - (tile + returned + mask + scalar + cast) == of_rows
     assert count.flops == 3 * 2 * N * D * num_classes
-
-
-@pytest.mark.parametrize(("name", "rows"), [("h100", 2048), ("t4", 256)])
-def test_rows_of_a_tile_on_a_gpu_follow_its_memory(name: str, rows: int) -> None:
-    """1 GiB of float32 logits of 128,256 classes on an H100, an eighth of that on a T4 with 14.5 GiB."""
-    for factor in (0.97, 1.0, 1.03):  # a driver keeps some
-        gpu = devices.DEVICES[name]
-        gpu = replace(gpu, memory_bytes=int(gpu.memory_bytes * factor))
-        with devices.predicted(gpu), Fakes():
-            x = torch.empty(4096, 512, dtype=torch.bfloat16)
-            assert tile_rows_of(x, 128256, None) == rows
-            assert tile_rows_of(x, 128256, 512.0) == 1024, "an explicit budget decides"

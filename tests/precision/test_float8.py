@@ -86,18 +86,14 @@ def test_a_weight_that_is_computed_for_each_call_stays() -> None:
 
 
 def test_layers_that_lose_by_arithmetic_stay() -> None:
-    """An H100 gains from about the sizes at which torchao's own filter begins."""
-    h100 = devices.named("h100")
+    """An H100 gains from about the sizes at which torchao's own filter begins, with enough tokens."""
 
-    def times(inputs: int, outputs: int, recipe: str = "rowwise", **keywords: Any) -> float:
-        return speedup(nn.Linear(inputs, outputs, device="meta"), h100, recipe, **keywords)
+    def times(size: int, gpu: str = "h100", **keywords: Any) -> float:
+        return speedup(nn.Linear(size, size, device="meta"), devices.named(gpu), "rowwise", **keywords)
 
-    assert times(1024, 1024) < times(2048, 4096) < 1.0 < times(4096, 4096) < times(8192, 8192) < 2.0
-    assert times(4096, 4096, rows=256) < 1.0  # the weight's cast is not worth so few tokens
-    assert times(8192, 8192, "tensorwise") > times(8192, 8192) > times(8192, 8192, "rowwise_with_gw_hp")
-    frozen = nn.Linear(4096, 4096, device="meta").requires_grad_(False)
-    assert 1.0 < speedup(frozen, h100, "rowwise") != times(4096, 4096)
-    assert speedup(nn.Linear(8192, 8192, device="meta"), devices.named("a100"), "rowwise") < 1.0
+    assert times(1024) < 1.0 < times(4096) < times(8192) < 2.0
+    assert times(4096, rows=256) < 1.0
+    assert times(8192, "a100") < 1.0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -227,16 +227,6 @@ def test_evaluation_computes_what_training_does_and_leaves_no_trace(quant_type: 
     assert torch.equal(copy.deepcopy(layer)(x), training)
 
 
-def test_layers_that_a_user_froze_are_quantized_without_adapters() -> None:
-    model = make()
-    model.blocks.requires_grad_(False)
-    plugin = QuantizedBase()
-    fitted(plugin, GradientCheckpointing(), model=model)
-    assert set(plugin.outcome().numbers["layers"]) == {*LINEARS[1:-1]}
-    assert type(model.first) is nn.Linear
-    assert model.losses[0] != model.losses[-1]
-
-
 ADAPTED, BARE = (lambda: [PeftAdapter(options=LORA)]), (lambda: [GradientCheckpointing()])
 REJECTED: list[tuple[dict[str, Any], Callable[[], list[Any]], Callable[[Any], Any], str]] = [
     ({}, ADAPTED, nn.Module.double, "first has 64 bits"),

@@ -36,13 +36,8 @@ class Tied(nn.Module):
         return self.out(self.last(torch.tanh(self.frozen(F.gelu(self.first(self.table(x)))))))
 
 
-def trained(
-    make: Callable[[], nn.Module],
-    accumulation: Accumulation | None,
-    dtype: torch.dtype | None = None,
-    num_steps: int = 50,
-) -> nn.Module:
-    """Train by SGD with momentum, in steps of two micro-batches; with `dtype` under autocast."""
+def trained(make: Callable[[], nn.Module], accumulation: Accumulation | None, num_steps: int) -> nn.Module:
+    """Train by SGD with momentum, in steps of two micro-batches."""
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
@@ -51,9 +46,7 @@ def trained(
     for _ in range(num_steps):
         optimizer.zero_grad()
         for rows in (slice(0, 8), slice(8, 16)):
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                logits = model(x[rows])
-            loss = F.cross_entropy(logits.flatten(0, 1).double(), y[rows].flatten()) / 2
+            loss = F.cross_entropy(model(x[rows]).flatten(0, 1).double(), y[rows].flatten()) / 2
             with nullcontext() if accumulation is None else accumulation:
                 loss.backward()
         optimizer.step()

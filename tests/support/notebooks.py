@@ -26,17 +26,10 @@ def cells(script: str) -> Iterator[tuple[str, str]]:
         >>> list(cells("# %% [markdown]\\n# # Title\\n#\\n# Text.\\n\\n# %%\\nx = 1\\n\\n# %%\\nprint(x)"))
         [('markdown', '# Title\\n\\nText.'), ('code', 'x = 1'), ('code', 'print(x)')]
     """
-    before, *parts = f"\n{script}".split(f"\n{MARKER}")
-    if before.strip():
-        msg = f"lines before the first {MARKER}: {before.strip().splitlines()[0]}"
-        raise ValueError(msg)
-    for part in parts:
+    for part in f"\n{script}".split(f"\n{MARKER}")[1:]:
         kind, _, source = part.partition("\n")
         if kind.strip() == "[markdown]":
             lines = source.strip().splitlines()
-            if code := [line for line in lines if not line.startswith("#")]:
-                msg = f"a line of a markdown cell is no comment: {code[0]}"
-                raise ValueError(msg)
             yield "markdown", "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
         else:
             yield "code", source.strip()
