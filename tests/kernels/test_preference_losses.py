@@ -34,22 +34,17 @@ class Batch:
     """Hidden states and heads of a policy and of a larger reference, and answers of unequal lengths."""
 
     def __init__(self) -> None:
-        self.head = nn.Linear(WIDTH, CLASSES, bias=False).double()
-        self.other_head = nn.Linear(WIDTH + 2, CLASSES, bias=False).double()
-        self.hidden = torch.randn(BATCH, LENGTH, WIDTH).double().requires_grad_()
-        self.other_hidden = torch.randn(BATCH, LENGTH, WIDTH + 2).double().requires_grad_()
+        self.policy, self.reference = (
+            (
+                torch.randn(BATCH, LENGTH, width).double().requires_grad_(),
+                nn.Linear(width, CLASSES, bias=False).double(),
+            )
+            for width in (WIDTH, WIDTH + 2)
+        )
         self.labels = torch.randint(0, CLASSES, (BATCH, LENGTH))
         for row, first in enumerate((3, 1, 0, 5)):
             self.labels[row, :first] = -100
         self.mask = (self.labels != -100).double()
-
-    @property
-    def policy(self) -> tuple[Tensor, nn.Linear]:
-        return self.hidden, self.head
-
-    @property
-    def reference(self) -> tuple[Tensor, nn.Linear]:
-        return self.other_hidden, self.other_head
 
     def logprobs(self, model: tuple[Tensor, nn.Linear]) -> Tensor:
         """Return the log-probability of each label [batch, length], 0 where there is none."""
@@ -66,7 +61,8 @@ def whole_orpo(batch: Batch) -> Tensor:
     logprobs, lengths = batch.logprobs(batch.policy), batch.mask.sum(1)
     p = (logprobs.sum(1) / lengths).exp()
     odds = p / (1 - p)
-    nll = F.cross_entropy(batch.head(batch.hidden[:2]).flatten(0, 1), batch.labels[:2].flatten())
+    hidden, head = batch.policy
+    nll = F.cross_entropy(head(hidden[:2]).flatten(0, 1), batch.labels[:2].flatten())
     return nll - BETA * torch.stack([F.logsigmoid((odds[i] / odds[i + 2]).log()) for i in range(2)]).mean()
 
 
@@ -98,9 +94,8 @@ def whole_grpo(batch: Batch) -> Tensor:
 
 def whole_distillation(batch: Batch) -> Tensor:
     kept = batch.mask.bool()
-    student = batch.head(batch.hidden)[kept]
-    teacher = batch.other_head(batch.other_hidden)[kept].detach()
-    soft = divergence(student / 3.0, teacher / 3.0, BETA).mean() * 9.0
+    student, teacher = (head(hidden)[kept] for hidden, head in (batch.policy, batch.reference))
+    soft = divergence(student / 3.0, teacher.detach() / 3.0, BETA).mean() * 9.0
     return 0.2 * F.cross_entropy(student, batch.labels[kept]) + 0.8 * soft
 
 
@@ -127,11 +122,12 @@ def test_a_loss_of_the_page_equals_whole_logits(name: str, page: dict[str, Any])
     batch = Batch()
     whole, call = LOSSES[name]
     exact = whole(batch)
-    trained = [batch.hidden, batch.head.weight]
+    (hidden, head), (other_hidden, other_head) = batch.policy, batch.reference
+    trained = [hidden, head.weight]
     expected = torch.autograd.grad(exact, trained)
     loss = call(page[name], batch)
     torch.testing.assert_close(loss, exact, rtol=1e-10, atol=0.0)
     for one, other in zip(torch.autograd.grad(loss, trained, retain_graph=True), expected, strict=True):
         assert error(one, other) < 1e-12
     loss.backward()
-    assert batch.other_hidden.grad is batch.other_head.weight.grad is None, "reference and teacher"
+    assert other_hidden.grad is other_head.weight.grad is None, "reference and teacher"
