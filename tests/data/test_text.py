@@ -240,6 +240,15 @@ def test_a_damaged_file_of_the_cache_is_written_again(prepare: Prepare, folder: 
     assert rows_of(prepare(folder)) == rows
 
 
+def test_a_saved_dataset_is_known_by_its_content(prepare: Prepare, tmp_path: Path) -> None:
+    saved = write_rows(tmp_path / "rows.saved", [{"text": "abc"}])
+    first = rows_of(prepare(saved))
+    for file in saved.iterdir():
+        file.unlink()
+    write_rows(saved, [{"text": "abd"}])
+    assert rows_of(prepare(saved)) != first
+
+
 def test_a_split_is_by_document(prepare: Prepare, folder: Path) -> None:
     data = prepare(folder, val_fraction=0.25, packing=False)
     train, val = ({row[0] for row in rows_of(data, split)} for split in ("train", "val"))
@@ -285,6 +294,15 @@ def test_targets_follow_the_chat_template(tiny_llama: Path, template: str) -> No
     assert is_target == [*[False] * 4, True, True, True, *[False] * 3, True, True]
     # The template's special tokens are tokens; in a text their names are text.
     assert tokenizer.encode_texts(["a</s>b"])[0].count(1) == 1, "the one at the end"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_rejected(tiny_llama: Path) -> None:
+    tokenizer = TrainingTokenizer(str(tiny_llama))
+    tokenizer._hub.chat_template = (
+        "{% for m in messages %}{% if loop.last %}{{m.content}}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="template"):
+        tokenizer.encode_chat(TURNS)
 
 
 def test_long_conversations_are_truncated_not_split(

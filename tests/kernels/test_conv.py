@@ -223,6 +223,14 @@ def test_under_autocast_the_error_is_as_plain_pytorchs() -> None:
     assert errors[0] != errors[1]
 
 
+def test_autocasts_copies_of_weights_in_tiles_are_not_reused_after_them() -> None:
+    model, x = chain().float(), image().float().detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        tiled(model, x, tiles=2)
+        model(x).float().sum().backward()
+    assert model[0].weight.grad is not None
+
+
 def test_gradients_of_16_bits_are_added_in_32() -> None:
     """T3; 256 gradients of a weight that are added in bfloat16 lose most of their sum."""
     layers = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.Identity()).bfloat16()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_eff.kernels.library import mlp_by_library
 from lightning_eff.kernels.linear import Accumulation, TritonLinear
 from lightning_eff.kernels.matmul import compute, compute_fused, gemm
 from lightning_eff.kernels.operands import Operands, check_operands
-from lightning_eff.kernels.tile_configs import BY_NAME, Shape
+from lightning_eff.kernels.tile_configs import BY_NAME, CONFIGS, Shape
 from tests.support import fake_gpu
 from tests.support.fake_gpu import CPU, FakeGPU
 
@@ -43,6 +44,19 @@ def matrices(rows: int = 64, columns: int = 64, depth: int = 64) -> tuple[Tensor
 def best(rows: int = 64) -> list[str]:
     """Names of the configs for `matrices(rows)`, the one first that the cost model ranks first."""
     return [str(config) for config in dispatch.candidates(check_operands(*matrices(rows), None).shape(), CPU)]
+
+
+def test_every_config_and_shape_has_its_own_name() -> None:
+    assert len(BY_NAME) == len(set(CONFIGS)) == len(CONFIGS)
+    others: dict[str, Any] = {
+        "M": 1, "N": 2, "K": 3, "dtype": torch.float16, "out_dtype": torch.float32, "batch": 2,
+        "aligned": False, "c_itemsize": 4, "epilogue_reads": 1, "epilogue_writes": 2, "adds": True,
+        "layout": "tn", "epilogue": "silu", "tf32": True,
+    }  # fmt: skip
+    assert list(others) == [field.name for field in fields(Shape)]
+    names = {str(replace(SHAPE, **{name: value})) for name, value in others.items()}
+    assert len(names | {str(SHAPE)}) == len(others) + 1
+    assert str(SHAPE) == "4096 x 4096 x 4096 nt, bfloat16"
 
 
 @pytest.mark.parametrize(("ours_ms", "by_us", "ratio"), [(0.98, False, 1.02), (0.96, True, 1.042)])

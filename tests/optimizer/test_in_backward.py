@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core import rules
-from lightning_eff.core.errors import ConflictError
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.in_backward import InBackward
@@ -122,6 +122,23 @@ def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net
     with pytest.raises(GradientError, match=r"unused.weight, unused.bias"):
         fit(model, OptimizerChoice(optimizer=FACTORY), GradientCheck())
     fit(net(), OptimizerChoice(optimizer=FACTORY), GradientCheck(), max_steps=2)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the group, as some libraries do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_rejected() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=Counting)
+    layer.weight.grad = torch.ones(2, 2)
+    with pytest.raises(ConfigError, match="optimizer"):
+        optimizer.step()
 
 
 def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.core.optimization.build import build, hidden_matrices
 from lightning_eff.optimizer.muon import Muon
 
@@ -58,6 +59,13 @@ def test_the_two_parts_take_all_parameters_and_norms_and_biases_no_decay() -> No
     assert optimizer.outcome().numbers == {"hidden": 1, "rest": 6}
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.25)
     assert {group["lr"] for part in optimizer.optimizers for group in part.param_groups} == {0.025}
+
+
+def test_a_pattern_without_a_parameter_and_a_model_without_a_hidden_matrix_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.rest"):
+        hidden_matrices(Language(), ["nosuch.*"])
+    with pytest.raises(ConfigError):
+        build(nn.Embedding(3, 2), functools.partial(Muon, lr=0.1))
 
 
 @pytest.mark.parametrize("start", ["both", "hidden alone"])
