@@ -116,11 +116,13 @@ def test_a_schedule_of_the_modules_own_is_stepped_as_by_lightning_alone(schedule
 def test_a_stateful_loader_resumes_at_its_position_though_the_module_asks_for_steps(tmp_path: Path) -> None:
     """Lightning makes the loaders for the number of steps, before the checkpoint is read."""
     whole, parts = (resuming.Dropping(asks_for_steps=True) for _ in range(2))
-    saver = resuming.save_in(tmp_path)
-    for model, keywords in ((whole, {}), (parts, {"ckpt_path": str(tmp_path / "step=4.ckpt")})):
-        callbacks = [ModuleOptimizer()] if keywords else [ModuleOptimizer(), saver]
+    saved: dict[str, Any] = {"enable_checkpointing": True}
+    for model, callbacks, keywords in (
+        (whole, [resuming.save_in(tmp_path)], saved),
+        (parts, [], {"ckpt_path": str(tmp_path / "step=4.ckpt")}),
+    ):
         samples = StatefulDataLoader(resuming.Samples(), batch_size=2)
-        fit(model, *callbacks, loader=samples, max_epochs=2, enable_checkpointing=True, **keywords)
+        fit(model, ModuleOptimizer(), *callbacks, loader=samples, max_epochs=2, **keywords)
     assert parts.seen == whole.seen[4:]
 
 
