@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -345,3 +346,16 @@ def test_hooks_of_the_module_itself_are_called_too(tmp_path: Path) -> None:
     assert again.on_save_checkpoint.__self__.num_saved == 1, "one keeper, however many runs"
     old, new = (read(folder / "end.ckpt")["state_dict"] for folder in (tmp_path, tmp_path / "next"))
     assert old.keys() == new.keys()
+
+
+def test_under_fabric_the_functions_save_and_load_an_adapter(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[Durable()])
+    first, second = make(), make()
+    for model in (first, second):
+        adapt(model, **LORA)
+    nn.init.ones_(first.first.lora_B.default.weight)
+    checkpoint: dict[str, Any] = {"state_dict": first.state_dict()}
+    adapter_state.strip_base(first, checkpoint, Fingerprint())
+    fabric.save(tmp_path / "a.ckpt", checkpoint)
+    adapter_state.load_adapter(second, fabric.load(tmp_path / "a.ckpt"))
+    assert is_equal(second.state_dict(), first.state_dict())

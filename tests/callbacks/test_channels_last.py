@@ -137,8 +137,17 @@ class Twins(Images):
         last.weight = nn.Parameter(first.weight.data)
 
 
-@pytest.mark.parametrize("make", [Normed, Twins])
-def test_weights_that_are_computed_or_share_memory_train_like_without_it(make: type[Images]) -> None:
+class Assigning(Images):
+    """Assigns its gradients, in the order of a plain run."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize("make", [Normed, Twins, Assigning])
+def test_weights_and_gradients_that_a_user_sets_train_like_without_it(make: type[Images]) -> None:
     callback = ChannelsLast()
     assert_close(train(callback, model=make()), train(model=make()))
     assert callback.outcome().numbers["images"] == 6

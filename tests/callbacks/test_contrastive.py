@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import CLIPConfig, CLIPModel
 
 from lightning_eff.callbacks.contrastive import Contrastive
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -99,6 +100,27 @@ class Sigmoid(Pairs):
         return -F.logsigmoid(signs * logits).sum() / len(logits)
 
 
+class HuggingFace(Pairs):
+    """The towers of Hugging Face's CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = size | {"vocab_size": 50, "max_position_embeddings": 8, "bos_token_id": 48, "eos_token_id": 49}
+        vision = size | {"image_size": 4, "patch_size": 2}
+        self.net = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        self.count += 1
+        image = self.net.vision_model(pixel_values=batch["pixel_values"])[1]
+        text = self.net.text_model(input_ids=batch["input_ids"])[1]
+        return {"one": self.net.visual_projection(image), "two": self.net.text_projection(text)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        pixels, ids = batch[0].repeat(1, 8).view(-1, 3, 4, 4), (batch[1].abs() * 20).long() % 48
+        return super().training_step({"pixel_values": pixels, "input_ids": ids}, batch_idx)
+
+
 def samples(dtype: torch.dtype = torch.float64) -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     tensors = [torch.randn(NUM_SAMPLES, n, generator=generator, dtype=torch.float64) for n in (6, 5)]
@@ -154,7 +176,9 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(value).detach().clone() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("kind", "size"), [(Pairs, 1), (Pairs, 10), (Labelled, 4), (Sigmoid, 4)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [(Pairs, 1), (Pairs, 10), (Labelled, 4), (Sigmoid, 4), (HuggingFace, 3)]
+)
 def test_steps_are_those_of_the_full_batch(kind: type[Pairs], size: int) -> None:
     contrastive = Contrastive(micro_batch_size=size)
     model = trained(kind, WHOLE, contrastive)
@@ -381,6 +405,31 @@ def test_what_cannot_work_is_rejected_and_batches_that_fit_have_no_effect(
         trained(Pairs, WHOLE, MicroBatch(micro_batch_size=4), Contrastive())
     with pytest.warns(NoEffectWarning):
         trained(Pairs, WHOLE, Contrastive(micro_batch_size=64))
+
+
+class Positions(Pairs):
+    """Takes a table too, which has as many rows as the batch has samples."""
+
+    num_rows = BATCH
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        (one, two), table = batch
+        return super().embed([one * table.sum(0), two])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        table = torch.linspace(-1, 1, self.num_rows * 6, dtype=torch.float64).view(-1, 6)
+        return self.similarity_loss(self.embed([batch[:2], table]))
+
+
+class OneRow(Positions):
+    num_rows = 1
+
+
+def test_keep_names_what_every_micro_batch_gets_whole() -> None:
+    model = trained(Positions, WHOLE, Contrastive(micro_batch_size=4, keep=["1"]))
+    assert_close(weights(model), weights(reference(Positions, WHOLE)), 1e-12)
+    with pytest.raises(ConfigError, match=r"keep=\['1'\]"):
+        trained(OneRow, WHOLE, Contrastive(micro_batch_size=4))
 
 
 # What rank 0 and rank 1 have of each batch

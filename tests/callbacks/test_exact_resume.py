@@ -95,6 +95,13 @@ class Late(Indices):
             yield rest.pop(int(torch.randint(len(rest), ())))
 
 
+class LateLoader(DataLoader[Tensor]):
+    """A loader that begins a pass with its first batch."""
+
+    def __iter__(self) -> Iterator[Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        yield from super().__iter__()
+
+
 class Noisy(Samples):
     """Samples that draw from the dataset's generator."""
 
@@ -140,6 +147,10 @@ def shuffled(dataset: Any = None, **keywords: Any) -> DataLoader[Tensor]:
     )
 
 
+def noisy(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples) + torch.rand(())
+
+
 def own_generator() -> DataLoader[Tensor]:
     return shuffled(generator=torch.Generator().manual_seed(5))
 
@@ -151,6 +162,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "plain, by steps": (shuffled, BY_STEPS),
     "samples that draw": (lambda: shuffled(Samples(draws=True)), {}),
     "workers that draw": (lambda: shuffled(Samples(draws=True), num_workers=2), BY_STEPS),
+    "collation in workers that draws": (lambda: shuffled(num_workers=2, collate_fn=noisy), {}),
     "generator": (own_generator, {}),
     "sampler with generators": (lambda: shuffled(shuffle=None, sampler=OwnGenerator()), BY_STEPS),
     "batch sampler": (
@@ -413,6 +425,7 @@ def test_a_run_that_fails_before_its_first_batch_saves_the_position_that_it_was_
         (lambda: DataLoader(Stream(), batch_size=2), "random states as saved, order not checked"),
         (lambda: StatefulDataLoader(Samples(), batch_size=2), "random states as saved, order not checked"),
         (lambda: DataLoader(Stream(draws=True), batch_size=2), "not exact: samples without indices draw"),
+        (lambda: LateLoader(Samples(), batch_size=2, shuffle=True), "not exact: the loader begins a pass"),
         (lambda: shuffled(shuffle=None, sampler=Late()), "not exact: the sampler draws random numbers"),
         pytest.param(
             lambda: shuffled(num_workers=1, persistent_workers=True),
@@ -597,6 +610,20 @@ def test_ranks_of_which_each_has_an_order_of_its_own_are_not_called_exact() -> N
     other.resume([one, one])
     assert len(list(loader)) == 5
     assert any("ranks do not share one order" in reason for reason in other.inexact)
+
+
+def test_a_second_save_in_an_epoch_that_other_ranks_began_is_not_called_exact() -> None:
+    def saved_after_two(run: ResumableRun) -> RankPosition:
+        iterator = iter(wrap(observe(shuffled(), run), run))
+        next(iterator), next(iterator)
+        return from_checkpoint(of_all_ranks(run.position()))[0]
+
+    first, alone = saved_after_two(ResumableRun(num_ranks=2)), ResumableRun()
+    assert first.notes == []
+    first.loaders[0].order = "distributed"
+    alone.resume([first, first])
+    (note,) = saved_after_two(alone).notes
+    assert "another number of ranks" in note
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

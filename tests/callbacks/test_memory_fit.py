@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -199,6 +200,27 @@ def test_what_cannot_be_predicted_or_be_combined_is_rejected() -> None:
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 2})
     with pytest.raises(ConflictError):
         fit(Deep(), GradientCheckpointing(policy="fit", memory="1GiB"), scheduler)
+
+
+@pytest.mark.slow
+def test_the_choice_equals_brute_force_over_predictions() -> None:
+    def predicted(policies: tuple[str, ...]) -> tuple[int, float]:
+        by_name = {f"blocks.{index}": policy for index, policy in enumerate(policies)}
+
+        def new_trainer() -> pl.Trainer:
+            given = LambdaCallback(setup=lambda _, module, stage: recompute(module, policy=by_name))
+            return make_trainer(max_steps=2, callbacks=[given])
+
+        found = predict(stranger, next(iter(loader())), trainer=new_trainer, num_batches=5)
+        assert found.peak is not None, found.reason
+        return found.peak.num_bytes, found.flops
+
+    every = {policies: predicted(policies) for policies in itertools.product(POLICIES, repeat=4)}
+    budget = sorted(every.values())[len(every) // 4][0]
+    _, fit, _ = train(budget)
+    peak, flops = every[tuple(fit.outcome().numbers["policies"].values())]
+    assert peak == fit.outcome().numbers["predicted_peak_bytes"] <= budget
+    assert flops == min(flops for peak, flops in every.values() if peak <= budget)
 
 
 @pytest.mark.slow

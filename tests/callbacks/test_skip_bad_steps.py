@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -156,13 +156,43 @@ def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_before(tmp_path: Pa
     assert [row["batches"][0] for row in skip.outcome().numbers["left_out"]] == [5, 6, 7]
 
 
-def test_an_optimizer_that_evaluates_its_closure_again_is_left_out() -> None:
+class LineSearch(Norms):
+    bad_call = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * NAN if self.num_calls == self.bad_call else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+
+def test_an_optimizer_that_evaluates_its_closure_again_is_left_out_only_at_first() -> None:
     models = []
     for loader, callbacks in ((data({2: NAN}, 4), [SkipBadSteps()]), (data({}, 4, left_out=(2,)), [])):
         torch.manual_seed(0)
         models.append(LineSearch())
         make_trainer(callbacks=callbacks, max_epochs=1, max_steps=-1).fit(models[-1], loader)
     assert is_equal(*(dict(model.state_dict()) for model in models))
+    failing = LineSearch()
+    failing.bad_call = 2  # it has moved the weights by then
+    with pytest.raises(ConfigError, match="LBFGS"):
+        make_trainer(callbacks=[SkipBadSteps()]).fit(failing, data({}, 4))
+
+
+def test_a_replaced_optimizer_and_one_of_an_earlier_fit_are_watched_too() -> None:
+    def replace(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.strategy.setup_optimizers(trainer)
+
+    skip, model = SkipBadSteps(), WithoutSchedule()
+    kept = model.configure_optimizers()
+    for callbacks in ([LambdaCallback(on_train_batch_start=replace)], [], []):
+        trainer = make_trainer(callbacks=[skip, *callbacks], max_epochs=1, max_steps=-1)
+        trainer.fit(model, data({4: NAN}, 6))
+        assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[4, 4]]
+        assert all(torch.isfinite(each).all() for each in model.parameters())
+        model.configure_optimizers = lambda: kept
 
 
 def test_sparse_gradients_and_large_ones_of_16_bits_have_a_norm() -> None:
@@ -189,11 +219,6 @@ def test_norms_are_kept_in_a_checkpoint(tmp_path: Path) -> None:
     assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[0, 0]]
     fit(data({}, 2), skip)
     assert len(skip._norms) == 2, "another fit has its own norms"
-
-
-class LineSearch(Norms):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
 class Manual(Norms):

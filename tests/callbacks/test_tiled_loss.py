@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -20,11 +21,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from lightning_eff.callbacks._lazy_logits import LazyLogits
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss, tile_loss
 from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
 from lightning_eff.kernels import cross_entropy
 from lightning_eff.models.gpt import GPT
+from lightning_eff.optimizer.in_backward import InBackward
 from tests.support.language import token_rows
 from tests.support.models import fit, make_trainer
 from tests.support.prediction import GPT_OF, assert_predicted_is_measured
@@ -132,6 +135,19 @@ def masked_without_gradients(net: Any) -> Tensor:
     return cross_entropy_of(logits.float().double()) + logits.logsumexp(-1).mean()
 
 
+def written_by_a_function(net: Any) -> Tensor:
+    logits = net(X)
+    halved = logits / 2
+    F.relu(logits, inplace=True)
+    return cross_entropy_of(halved) + cross_entropy_of(logits)
+
+
+def written_as_data(net: Any) -> Tensor:
+    logits = net(X)
+    logits.data.mul_(2.0)
+    return cross_entropy_of(logits)
+
+
 def written_after_a_view(net: Any) -> Tensor:
     logits = net(X)
     flat, halved = logits.view(-1, V), logits / 2
@@ -159,6 +175,19 @@ def after_the_input_changed(net: Any) -> Tensor:
     hidden = net.embedding(X)
     logits = net.head(hidden)
     hidden += 1
+    return cross_entropy_of(logits)
+
+
+def retained_after_the_loss(net: Any) -> Tensor:
+    logits = net(X)
+    loss = cross_entropy_of(logits)
+    logits.retain_grad()
+    return loss
+
+
+def in_another_mode(net: Any) -> Tensor:
+    logits = net(X)
+    net.eval()
     return cross_entropy_of(logits)
 
 
@@ -199,6 +228,8 @@ def test_what_tiles_cannot_do_has_whole_logits(name: str) -> None:
         replaced_forward,
         without_gradients,
         masked_without_gradients,
+        written_by_a_function,
+        written_as_data,
         written_after_a_view,
         other_order_of_classes,
     ],
@@ -210,7 +241,15 @@ def test_logits_that_are_read_in_odd_ways_give_the_same_step(step: Callable[[Any
 
 
 @pytest.mark.parametrize(
-    "step", [after_an_update, with_other_weights, after_the_input_changed], ids=lambda step: step.__name__
+    "step",
+    [
+        after_an_update,
+        with_other_weights,
+        after_the_input_changed,
+        retained_after_the_loss,
+        in_another_mode,
+    ],
+    ids=lambda step: step.__name__,
 )
 def test_logits_that_cannot_be_known_later_are_rejected(step: Callable[[Any], Tensor]) -> None:
     model = gpt()
@@ -401,6 +440,18 @@ def test_an_adapter_of_the_projection_is_computed_in_tiles(options: Any) -> None
     assert (numbers["losses"], numbers["whole"]) == (6, {})
     torch.testing.assert_close(models[1], models[0], rtol=1e-9, atol=1e-12)
     assert any("head" in name for name in models[0])
+
+
+def test_weights_that_are_tied_are_updated_in_the_backward_pass() -> None:
+    found, technique = [], TiledLoss(tile_budget_mib=SOME_ROWS)
+    for callbacks in ([], [technique]):
+        optimizer = functools.partial(InBackward, optimizer=torch.optim.SGD, lr=0.1)
+        model = Step()
+        assert model.net.head.weight is model.net.embedding.weight
+        found.append(trained(model, OptimizerChoice(optimizer=optimizer), *callbacks))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+    assert (found[0]["net.head.weight"] - gpt().head.weight).norm() > 1e-3
+    assert technique.outcome().numbers["losses"] == 6
 
 
 def test_it_reports_and_restores() -> None:

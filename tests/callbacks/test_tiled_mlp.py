@@ -20,11 +20,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
 from lightning_eff.callbacks._token_wise import check_token_wise
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
+from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
 from lightning_eff.callbacks.triton_gemm import TritonGemm
 from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.models.gpt import GPT, MLP, Attention
+from lightning_eff.optimizer.in_backward import InBackward
 from lightning_eff.precision.auto import AutoPrecision
 from lightning_eff.prediction.fakes import Fakes
 from lightning_eff.report.live_bytes import LiveBytes
@@ -164,14 +166,17 @@ def train(model: Language, *callbacks: Any, num_steps: int = 10) -> None:
     make_trainer(callbacks=list(callbacks), max_steps=num_steps, precision="64-true").fit(model, loader)
 
 
-def test_a_run_is_the_plain_run_and_is_restored() -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_run_is_the_plain_run_and_is_restored(in_backward: bool) -> None:
+    optimizer = functools.partial(InBackward, optimizer=torch.optim.SGD, lr=0.1)
+    others = [OptimizerChoice(optimizer=optimizer)] if in_backward else []
     models: list[Language] = []
     for tiled in (False, True):
         torch.manual_seed(0)
         model = Language()
         parameters, keys = list(map(id, model.parameters())), list(model.state_dict())
         technique = TiledMLP(tile_budget_mib=0.04, min_tokens=64)
-        train(model, *([technique] if tiled else []), num_steps=50)
+        train(model, *others, *([technique] if tiled else []), num_steps=10 if in_backward else 50)
         assert (list(map(id, model.parameters())), list(model.state_dict())) == (parameters, keys)
         models.append(model)
         assert all({"forward", "_z3_leaf"}.isdisjoint(vars(module)) for module in model.modules())
