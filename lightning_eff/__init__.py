@@ -60,7 +60,7 @@ PUBLIC = {
 
 @functools.cache
 def public_names() -> dict[str, str]:
-    """Return the module of each public name; techniques are read from the files without importing them."""
+    """Return the module of each public name; files are read for techniques, not imported."""
     found = dict(PUBLIC)
     for folder in TECHNIQUE_FOLDERS:
         for file in sorted((Path(__file__).parent / folder).glob("[a-z]*.py")):

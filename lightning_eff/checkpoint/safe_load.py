@@ -86,7 +86,7 @@ def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str, left_out: list[str]) -> Any:
-    """Return a value in plain types; entries of mappings that have no plain form are listed in `left_out`.
+    """Return a value in plain types; mapping entries without a plain form are listed in `left_out`.
 
     Raises:
         TypeError: The value itself has no plain form, or is a secret.

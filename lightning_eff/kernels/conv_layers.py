@@ -55,7 +55,7 @@ class Window:
 
     Args:
         kernel: Number of taps.
-        stride: Inputs from one output's window to the next.
+        stride: Distance between the windows of neighbouring outputs, in inputs.
         dilation: Inputs from one tap to the next.
         low: Padding before the first input; less than `span`, so that every window has an input.
         high: Padding after the last input; less than `span`.

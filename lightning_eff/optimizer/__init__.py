@@ -1,1 +1,1 @@
-"""Optimizers that no library offers as one `torch.optim.Optimizer`; most of them wrap existing ones."""
+"""Optimizers that no library offers as a `torch.optim.Optimizer`; most of them wrap existing optimizers."""

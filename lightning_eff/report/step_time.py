@@ -284,7 +284,7 @@ class StepTimes:
         return found | {"notes": notes}
 
     def _module_rows(self, timeline: Timeline) -> list[dict[str, Any]]:
-        """Return the modules with the most own time."""
+        """Return the modules that took the most time, submodules excluded."""
         own_s: defaultdict[Key, float] = defaultdict(float)
         calls: Counter[Key] = Counter()
         for (part, name), seconds in timeline.seconds().items():

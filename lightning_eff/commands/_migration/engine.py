@@ -141,7 +141,7 @@ class Migration:
                 self.set(replace(given, value=value), words)
 
     def set(self, given: Given, words: str, name: str = "") -> None:
-        """Set space-separated overrides; a value that does not fit has no counterpart."""
+        """Set space-separated overrides; a value that does not fit is recorded as having no counterpart."""
         name = name.replace(".init_args.", ".").replace("class_path", "_target_")  # of LightningCLI
         if name and not all(part.isidentifier() for part in name.split(".")):
             self.lack(given, "expected the name of an argument")
@@ -300,7 +300,7 @@ def checkpoints(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def _whole(found: Migration, given: Given) -> int | None:
-    """Return a value as a whole number of at least 1; any other value has no counterpart."""
+    """Return a value as a whole number of at least 1; record that any other value has no counterpart."""
     value = number(given.value)
     if value is None or value != int(value) or value < 1:
         found.lack(given, "expected a whole number of at least 1")
