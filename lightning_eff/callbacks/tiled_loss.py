@@ -15,8 +15,8 @@ Costs: in float16, and inside recomputed blocks, a fourth GEMM of the projection
 When not: the vocabulary is small; metrics read full logits, which are computed in addition to the loss.
 Conflicts: a quantized projection; strategies that wait for the gradient of a model's logits. If the
     projection has hooks, or an adapter with dropout, its logits are computed at once. Reading logits after
-    their weights or inputs have changed is rejected, except logits still held when an optimizer steps. A
-    fully compiled model has a graph break at its projection.
+    their weights or inputs have changed is rejected, except logits still held when an optimizer steps;
+    changes through `.data` are not detected. A fully compiled model has a graph break at its projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
