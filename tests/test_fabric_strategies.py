@@ -137,9 +137,18 @@ def discarded() -> None:
     loop.optimizer.step()
 
 
+def second_model() -> None:
+    loop = Loop(ZeroFabric(), torch.float32)
+    loop.fabric.setup(tower(torch.float32), tower(torch.float32).optimizer())
+
+
+def stepped_twice() -> None:
+    Loop(ZeroFabric(), torch.float32).train(0, 1).optimizer.step()
+
+
 REJECTED_BY_ZERO = (
     *(clip(clip_val=0.1), clip(max_norm=0.1, norm_type=1)),
-    *(changed, not_finite, discarded),
+    *(second_model, changed, not_finite, discarded, stepped_twice),
 )
 
 
@@ -245,7 +254,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_and_all_ranks_say_so(run
 
 def test_what_does_not_fit_is_rejected(run: Any) -> None:
     expected = {
-        "zero": ("clip_val=0.1", "norm_type=1", "head.weight", "not finite", "no gradients"),
+        "zero": ("clip_val", "norm_type", "another", "head.weight", "not finite", *["no gradients"] * 2),
         "fsdp2": ("micro_batch_size='auto'", "no_backward_sync", "'net'"),
     }
     for said, part in zip(run.results["rejected"], expected[run.name], strict=True):
