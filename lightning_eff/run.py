@@ -328,5 +328,6 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
             raise error.under(path) from error
         if isinstance(error, (*CONSTRUCTOR_ERRORS, ModuleNotFoundError)):
             kind = EnvironmentLacksError if isinstance(error, ModuleNotFoundError) else UsageError
-            raise kind(f"{path}: {error}") from error
+            name = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+            raise kind(f"{path}: {name}{error}") from error
         raise error from error.__cause__  # without the wrapper, whose cause is `error`

@@ -24,7 +24,8 @@ When not: the batch fits.
 Conflicts: rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`; manual
     optimization; DeepSpeed's own accumulation; optimizers that step in the backward pass. Also rejected:
     `auto` on several ranks without DDP, or with synchronized batch norms, a communication hook or a static
-    graph.
+    graph. Not detected: under FSDP2 or ZeRO, ranks that split their batches into different numbers of
+    micro-batches wait for each other forever.
 Source: learned from Composer's device_train_microbatch_size; a bug in Lightning's own search:
     https://github.com/Lightning-AI/pytorch-lightning/issues/21903
 """

@@ -193,7 +193,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     saved = read_for(path, trainer)
     counts = {key: count for key, count in saved.items() if isinstance(count, int)}
     progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
-    by_epochs = trainer.max_steps == -1 and progress.get("is_last_batch", True)  # a whole epoch was trained
+    by_epochs = progress.get("is_last_batch", True)  # a whole epoch was trained
     done = {"steps": counts.get("global_step", 0), "epochs": counts.get("epoch", 0) + 1}
     for unit, limit in {
         "steps": trainer.max_steps,

@@ -79,7 +79,8 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
         if key in TOP_LEVEL:
             return f"{key}: this recipe does not have it\n  try: +{key}=..."
         paths = [path for path in parameter_keys() if path.endswith(f".{key}")]
-        hint = f"did you mean {' or '.join(paths[:3])}?" if paths else suggest_name(key, TOP_LEVEL)
+        known = suggest_name(key.partition(".")[0], TOP_LEVEL)
+        hint = f"did you mean {' or '.join(paths[:3])}?" if paths else known
         return f"{key}: no such key; {hint}"
     while cause is not None and not str(cause).strip() and cause.__cause__ is not None:
         cause = cause.__cause__

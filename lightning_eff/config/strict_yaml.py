@@ -71,7 +71,7 @@ def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
         UsageError: It is not a regular file, or violates these rules; the text names file and line.
     """
     if not is_file(file):  # opening a FIFO would block until something writes to it
-        raise UsageError(f"{file}:1: expected a regular file")
+        raise UsageError(f"{file}: expected a regular file")
     try:
         text = file.read_bytes().decode("utf-8")
         content = _Loader(text).get_single_data()

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 from hydra.core.plugins import Plugins
@@ -291,9 +292,10 @@ def resolve_class(path: str, target: object) -> type:
     """
     key = f"{path}._target_"
     try:
-        found: Any = get_object(str(target))
-    except (ImportError, ValueError) as error:
-        cause = error.__cause__
+        with patch("hydra.utils.log.error"):  # the error below says it
+            found: Any = get_object(str(target))
+    except (Exception, SystemExit) as error:  # the user's module may raise anything at import
+        cause = error.__cause__ or error
         missing = str(cause.name).partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
         if missing in EXTRAS:
             text = f"{key}={target!r} needs the package {missing}"
@@ -301,9 +303,10 @@ def resolve_class(path: str, target: object) -> type:
                 f"{text}\n  try: pip install 'lightning-eff[{EXTRAS[missing]}]'"
             ) from error
         module, _, name = str(target).rpartition(".")
-        reason = f"{cause or error} (the current folder is on the import path)"
+        text = (str(cause).splitlines() or [""])[0] or type(cause).__name__
+        reason = f"{text} (the current folder is on the import path)"
         if module in sys.modules:  # imported, so only the name is wrong
-            classes = [key for key, value in vars(sys.modules[module]).items() if isinstance(value, type)]
+            classes = [each for each, value in vars(sys.modules[module]).items() if isinstance(value, type)]
             reason = f"{module} has no {name!r}: {suggest_name(name, classes)}"
         raise ConfigError(key, target, allowed=f"a class that can be imported; {reason}") from error
     if isinstance(found, type):

@@ -75,7 +75,8 @@ class Choices:
             if content["key"] == self.key:
                 read = {shape: Choice(by, float(ratio)) for shape, (by, ratio) in content["choices"].items()}
                 self.known |= {shape: each for shape, each in read.items() if each.by in (LIBRARY, *BY_NAME)}
-        except (ValueError, TypeError, KeyError, AttributeError):  # damaged text: shapes are measured again
+        # Damaged text: shapes are measured again.
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return
 
     def text(self) -> str:

@@ -153,9 +153,9 @@ def _bind(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # compiler passes, assembler and driver have no common error class
-            raise CannotCompileError(
-                f"{config or 'the sum of splits of K'} cannot be compiled: {type(error).__name__}: {error}"
-            ) from error
+            what = config or "the sum of splits of K"
+            text = f"{what} cannot be compiled: {type(error).__name__}: {error}"
+            raise CannotCompileError(text) from error
     return lambda tensors, alpha, beta: run(*tensors, *sizes, alpha, beta, *in_order)
 
 

@@ -231,8 +231,10 @@ class ExactStep(_AutomaticOptimization):
         if runner is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
+        # A retry runs earlier batches of the window again, which this rank had.
+        forward = partial(self._forward, is_idle=self.uneven.is_idle)
         functions = StepFunctions(
-            self._forward, zero_grad, backward, self._check_mean, self._position - 1, self._is_complete
+            forward, zero_grad, backward, self._check_mean, self._position - 1, self._is_complete
         )
 
         def step() -> ClosureResult:
@@ -275,14 +277,19 @@ class ExactStep(_AutomaticOptimization):
         self._window.restore(self._state_before_batch)
         batch = kwargs.get("batch")
         samples = num_samples(batch) if self._num_batches > 1 or self.uneven.is_on else None
-        return self._forward(kwargs, MicroBatchPart(batch, samples), samples)
+        return self._forward(kwargs, MicroBatchPart(batch, samples), samples, is_idle=self.uneven.is_idle)
 
     def _forward(
-        self, arguments: Arguments, part: MicroBatchPart | None = None, batch_samples: int | None = None
+        self,
+        arguments: Arguments,
+        part: MicroBatchPart | None = None,
+        batch_samples: int | None = None,
+        *,
+        is_idle: bool = False,
     ) -> ClosureResult:
         """Run a forward pass, and scale the loss of `part` to its term in the window's weighted mean."""
         # Like Lightning's `_training_step`, without its division by `accumulate_grad_batches`.
-        with self.uneven.without_trace() if self.uneven.is_idle else nullcontext():
+        with self.uneven.without_trace() if is_idle else nullcontext():
             output = self._training_step_output(arguments)
         self.trainer.strategy.post_training_step()
         returned = output
@@ -311,7 +318,7 @@ class ExactStep(_AutomaticOptimization):
                 "callbacks/contrastive compares the samples of all ranks, and one has no batch left\n"
                 "  try: as many batches on each rank (limit_train_batches)"
             )
-        weight = 0.0 if self.uneven.is_idle else weight
+        weight = 0.0 if is_idle else weight
         if part is not None and result.closure_loss is not None:
             result.closure_loss = self._window.scale(
                 result.closure_loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples

@@ -335,14 +335,19 @@ class EfficiencyReport(pl.Callback):
 
 
 def _limit_of(trainer: pl.Trainer) -> str:
-    """Return what ended a fit, in the order in which Lightning checks its limits; empty if none did."""
-    for name, done in (("max_steps", trainer.global_step), ("max_epochs", trainer.current_epoch)):
-        limit = getattr(trainer, name)
-        if limit is not None and 0 <= limit <= done:
-            return f"{name}={limit} reached"
-    stopping = [each for each in rules.callbacks_of(trainer) if isinstance(each, (EarlyStopping, Timer))]
-    by = " or ".join(type(each).__name__ for each in stopping) or "a callback"
-    return f"stopped early by {by}" if trainer.should_stop else ""
+    """Return what ended a fit; empty if nothing did."""
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return f"max_steps={trainer.max_steps} reached"
+    if trainer.should_stop:  # before max_epochs, since Lightning counts an epoch that is cut short
+        stopping = [
+            type(each).__name__
+            for each in rules.callbacks_of(trainer)
+            if (isinstance(each, EarlyStopping) and each.stopping_reason_message)
+            or (isinstance(each, Timer) and (each.time_remaining() or 1) <= 0)
+        ]
+        return f"stopped early by {stopping[0] if stopping else 'trainer.should_stop'}"
+    limit = trainer.max_epochs
+    return f"max_epochs={limit} reached" if limit is not None and 0 <= limit <= trainer.current_epoch else ""
 
 
 def _few_samples(batch: Any) -> Any:

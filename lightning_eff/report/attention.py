@@ -36,7 +36,7 @@ FUSED = re.compile(
 REMEDIES = {
     "math": (
         "dropout 0.0 on a CPU, half precision without a mask on CUDA; "
-        "callbacks.attention.backend=flash names the reason"
+        "+callbacks=attention callbacks.attention.backend=flash names the reason"
     ),
     "softmax": ASK_FOR_SDPA,
     "flex": "torch.compile(flex_attention)",  # seen only uncompiled: compiled it has another name

@@ -70,7 +70,9 @@ class LiveBytes(InfraMode):
                     # A weak reference: the storage still dies with its last tensor.
                     reference = weakref.ref(storage, lambda _, key=key: self.on_change(key, None))
                     self._alive[key] = (reference, 0)
-                    self.on_change(key, num_bytes, tuple(tensor.shape))
+                    # The shape of a view, or of a nested tensor, is not the storage's.
+                    is_whole = not tensor.is_nested and tensor.nbytes == num_bytes
+                    self.on_change(key, num_bytes, tuple(tensor.shape) if is_whole else ())
                 elif num_bytes != self._alive[key][1]:
                     self.on_change(key, num_bytes)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)

@@ -47,6 +47,15 @@ class Single(Model):
         return super().forward(batch | {"x": batch["x"].float()})
 
 
+class OutOfMemory(Model):
+    """Two samples do not fit once the second rank repeats its last batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1 and batch_idx >= 5 and len(batch["x"]) > 1:
+            raise torch.OutOfMemoryError("out of memory, by the test")
+        return self(batch)
+
+
 class Logs(Model):
     """Logs by step and by epoch over the ranks; its forward pass communicates, and draws random numbers."""
 
@@ -129,6 +138,7 @@ def main(folder: str) -> dict[str, Any]:
     results["stated"] = fit(one, kind=Stated)
     results["fixed"] = fit(MicroBatch(micro_batch_size=1))
     results["auto"] = fit(MicroBatch(), GradientAccumulation(num_batches=3))
+    results["retried"] = fit(MicroBatch(), GradientAccumulation(num_batches=3), model=OutOfMemory())
     results["weighted"] = fit(GradientAccumulation(num_batches=3), model=Model(is_weighted=True))
     results["limit"] = fit(one, limit_train_batches=6, max_epochs=2)
     results["interval"] = fit(
@@ -159,7 +169,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("case", "window"),
-    [("stream", 1), ("window", 3), ("length", 1), ("stated", 1), ("fixed", 1), ("auto", 3), ("fsdp2", 1)],
+    [
+        *(("stream", 1), ("window", 3), ("length", 1), ("stated", 1), ("fixed", 1), ("auto", 3)),
+        *(("retried", 3), ("fsdp2", 1)),
+    ],
 )
 def test_equals_one_process_with_all_batches(ranks: Any, case: str, window: int) -> None:
     check([rank[case] for rank in ranks], reference(window))
