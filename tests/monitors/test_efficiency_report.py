@@ -139,6 +139,16 @@ def test_a_resumed_run_without_a_step_left_says_why(tmp_path: Path) -> None:
         assert (monitor.report["num_steps"], monitor.report["reason"]) == (num_steps, "max_epochs=1 reached")
 
 
+class Stops(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = True
+
+
+def test_an_epoch_that_is_cut_short_is_not_the_last_one(tmp_path: Path) -> None:
+    report = fit(Stops(), tmp_path, max_epochs=1, max_steps=-1)
+    assert report["reason"] == "stopped early by trainer.should_stop"
+
+
 class Validated(Net):
     def on_train_start(self) -> None:
         self.log("only_in_training", 3.0)
