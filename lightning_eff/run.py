@@ -198,7 +198,7 @@ def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
 
 def untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a model's settings without pretrained weights, since there is no memory to read them into."""
-    # Only for true: a user's class may give another value a meaning of its own.
+    # Only for true: in a user's class another value may have another meaning.
     return {**model, "pretrained": False} if model.get("pretrained") is True else model
 
 

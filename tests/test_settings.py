@@ -1,4 +1,4 @@
-"""The functions for other loops check their settings and warn; those of the callbacks are in messages.md."""
+"""The functions for other loops check their settings and warn; the callbacks' settings are in messages.md."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 
 `callbacks/triton_gemm` calls `fuse_mlps`. Autograd saves H and A, and with a gate also G and act(G). This
 function saves only H and G. The backward pass computes A again from them, in one pointwise pass without a
-GEMM. GEMMs are those of `kernels/linear.py`: same autocast and backends, gradients added in place.
+GEMM. GEMMs run as in `kernels/linear.py`: same autocast and backends, gradients added in place.
 
 MLPs of GPT- and Llama-like blocks are recognized by their computation, not by their names. Their forward is
 traced symbolically (torch.fx), with linear layers as single operations. An MLP is one of

@@ -353,7 +353,7 @@ def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: A
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given = given | given.get("kwargs", {})
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-    # transformers returns the cache with the output; the method is that of its `Cache` class.
+    # transformers returns the cache with the output; its `Cache` class has this method.
     has_cache = any(hasattr(value, "get_seq_length") for value in values)
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     is_asked_for = has_cache or mask is not None

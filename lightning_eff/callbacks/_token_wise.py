@@ -245,7 +245,7 @@ class _CheapLinear(nn.Module):
         # Adapters read its dtype; a product with it would be token-wise too.
         self.weight = torch.full((), 0.5).double().expand(out_features, in_features)
         self.scale = torch.randn(out_features).double()
-        # Every output depends on an input of its own and, through the mean, on all features of the token.
+        # Every output depends on a different input and, through the mean, on all features of the token.
         self.source = torch.arange(out_features) % in_features
 
     @override

@@ -289,8 +289,7 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                 now = time.perf_counter()
                 trial_s = now - start if count else START_S
                 samples = samples or found
-                # A shared file handle gives workers other samples. Random samples also differ within this
-                # process: they are fine.
+                # A shared file handle gives workers other samples; random samples differ here too.
                 if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
                     return WorkerChoice(0, tried, "samples of a worker differ from this process's")
                 # Seconds per batch of the user's size.
@@ -299,8 +298,7 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                     num_batches = sized_len(loader)
                     epoch_s = float("inf") if num_batches is None else num_batches * tried[0]
                     end = now + MAX_EPOCH_FRACTION * epoch_s
-                # More workers must be clearly faster; once a doubling does not help, further ones are not
-                # tried.
+                # More workers must be clearly faster; the first doubling that does not help is the last.
                 if tried[count] < MAX_TIME_RATIO * tried[best]:
                     best = count
                 elif count > 1:

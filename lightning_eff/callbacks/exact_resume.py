@@ -118,7 +118,7 @@ class ExactResume(Managed):
     def _observe(self, loader: Any, loop: Any) -> Any:
         combined = loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
         if combined is not self._previous:
-            # Lightning makes all loaders again: forget those of the earlier epoch.
+            # Lightning makes all loaders again: forget the earlier epoch's.
             self._run.unwrap()
             self._previous = combined
         return observe(loader, self._run)

@@ -274,7 +274,7 @@ class SkipBadSteps(Managed):
         return Outcome(
             did=": ".join([did, *filter(None, ["; ".join(shown)])]),
             effective=steps > 0,
-            numbers={"steps": steps, "left_out": self._skipped},
+            numbers={"steps": steps, "skipped": self._skipped},
         )
 
 

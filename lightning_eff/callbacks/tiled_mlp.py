@@ -315,7 +315,7 @@ class TiledForward:
         num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
         self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
         self.max_tiles = max(self.max_tiles, num_tiles)
-        # Without tiles all wide activations are held, with them those of one tile.
+        # Without tiles all wide activations are held, with tiles one tile's.
         self.not_held_bytes = max(self.not_held_bytes, wide_bytes - wide_bytes // num_tiles)
         return num_tiles
 

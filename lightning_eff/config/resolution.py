@@ -104,7 +104,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
                 del node[key]
         if foreign:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
-    _drop_beside_module_optimizer(cfg, overrides)
+    _drop_unread_settings(cfg, overrides)
     # A recipe's settings of an option that an override removed from the recipe's list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
@@ -121,7 +121,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
                 del cfg[group]
 
 
-def _drop_beside_module_optimizer(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+def _drop_unread_settings(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     """With `optimizer=module`, drop a recipe's own settings of optimizer and scheduler, and log it.
 
     Raises:

@@ -96,7 +96,7 @@ def restore(
     device: torch.device | None = None,
     generators: Generators = NO_OTHERS,
 ) -> None:
-    """Set the generators to those of their states that are present."""
+    """Restore each generator whose state is present."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states:

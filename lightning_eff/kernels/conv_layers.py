@@ -51,7 +51,7 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class Window:
-    """The window of a layer along one axis; the default is that of a pointwise layer.
+    """The window of a layer along one axis; by default a pointwise layer's.
 
     Args:
         kernel: Number of taps.
@@ -157,7 +157,7 @@ def read_module(
     Args:
         module: A layer, or a container of layers.
         num_axes: Spatial axes of its input.
-        replaced_by: Class whose forward a container may have instead of its own.
+        replaced_by: Class whose forward may replace a container's.
 
     Example:
         >>> read_module(nn.InstanceNorm2d(4), 2)

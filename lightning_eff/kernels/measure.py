@@ -50,7 +50,7 @@ def measure(
         UserWarning: A config computes a wrong result.
     """
     adds = out is not None and operands.c is not None and in_place(operands.c, out)
-    # Measuring must not write to the caller's `out`, so every result has memory of its own.
+    # Measuring must not write to the caller's `out`, so every result gets separate memory.
     d = torch.empty(operands.size, dtype=operands.out_dtype, device=operands.a.device)
     d = d if out is None else torch.empty_like(out)
     d2 = torch.empty_like(d) if operands.up is not None else None

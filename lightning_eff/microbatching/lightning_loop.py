@@ -353,7 +353,7 @@ class ExactStep(_AutomaticOptimization):
             count = count if batch_size in (None, count) else 0
         if is_on_all_ranks:  # forward passes may communicate, so every rank must run as many
             count = int(self._reduce(count, "min"))
-        # Forward passes without gradients need less memory than those of training.
+        # Forward passes without gradients need less memory than training.
         max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
         found = self._compare_losses(arguments, size, max_samples)
         is_first, is_flat, difference = not self._num_flat_checks, found.is_flat, found.difference

@@ -80,8 +80,7 @@ def check_mean(
         is_low: Whether matrix products run in 16 or 8 bits although the weights have more.
     """
     found, parameters = MeanCheck(), list(module.parameters())
-    # A prediction has no values to compare.
-    if is_fake(parameters[0]):
+    if is_fake(parameters[0]):  # a prediction has no values to compare
         return found
     try:
         norms: list[Any] = [child for child in module.modules() if isinstance(child, batch_norm_class())]
@@ -97,8 +96,7 @@ def check_mean(
         # Eager, since other shapes would recompile; `real_tensors` hides the passes from operation counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
-            # Twice, to detect random numbers and other changes between calls.
-            full, again = run_part(few), run_part(few)
+            full, again = run_part(few), run_part(few)  # twice, to detect changes between calls
             outputs = [[run_part(part) for part in partition] for partition in partitions]
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
         rounding = MAX_ROUNDING if is_low else _rounding({*dtypes, full.loss.dtype}, device)

@@ -1,7 +1,7 @@
 """Run a Trainer's batches in micro-batches; `ExactStep` calls this module when a batch is split.
 
 oom_retry.py splits and retries. This module connects it to Lightning's strategy and optimizer, and merges the
-outputs and logged values of the micro-batches into those of the full batch.
+outputs and logged values of the micro-batches into the full batch's.
 
 - Outputs next to the loss are concatenated or averaged.
 - Values logged over an epoch: Lightning weights each by the number of samples in the current batch, so the

@@ -1,6 +1,6 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-So the gradients of a model never exist all at once: at most those of one layer do. Schedulers and checkpoints
+So the gradients of a model never exist all at once: at most one layer's do. Schedulers and checkpoints
 see one optimizer, inside which each parameter has its own. A checkpoint has the layout of the inner optimizer
 over the same groups, and each of the two loads the other's checkpoint.
 

@@ -55,14 +55,14 @@ class Norms(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def data(bad: dict[int, float], num_batches: int, left_out: tuple[int, ...] = ()) -> DataLoader[Any]:
+def data(bad: dict[int, float], num_batches: int, skipped: tuple[int, ...] = ()) -> DataLoader[Any]:
     """Return batches of four, whose loss is scaled in the bad ones, without some of them."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_batches, 4, 4, dtype=torch.float64, generator=generator)
     scale = torch.ones(num_batches, 4, 1, dtype=torch.float64)
     for index, value in bad.items():
         scale[index] = value
-    kept = [index for index in range(num_batches) if index not in left_out]
+    kept = [index for index in range(num_batches) if index not in skipped]
     return DataLoader(TensorDataset(x[kept].flatten(0, 1), scale[kept].flatten(0, 1)), batch_size=4)
 
 
@@ -88,48 +88,48 @@ def test_a_batch_of_nan_leaves_no_trace(kind: str, clip: float | None) -> None:
     bad = {0: NAN, 3: NAN, 4: math.inf}
     skip = SkipBadSteps()
     found = state(fit(data(bad, 8), skip, kind=kind, gradient_clip_val=clip))
-    expected = state(fit(data(bad, 8, left_out=(0, 3, 4)), kind=kind, gradient_clip_val=clip))
+    expected = state(fit(data(bad, 8, skipped=(0, 3, 4)), kind=kind, gradient_clip_val=clip))
     assert is_equal(found, expected)
     assert found["step"] == 5
-    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[0, 0], [3, 3], [4, 4]]
+    assert [row["batches"] for row in skip.outcome().numbers["skipped"]] == [[0, 0], [3, 3], [4, 4]]
 
 
 @pytest.mark.filterwarnings("ignore:callbacks/micro_batch with batch norms")
-def test_all_batches_of_a_step_are_left_out() -> None:
+def test_all_batches_of_a_step_are_skipped() -> None:
     parts = (MicroBatch(micro_batch_size=2), GradientAccumulation(num_batches=2))
     for technique in parts:
-        left_out = (4, 5) if isinstance(technique, GradientAccumulation) else (5,)
+        skipped = (4, 5) if isinstance(technique, GradientAccumulation) else (5,)
         skip = SkipBadSteps()
         found = state(fit(data({5: NAN}, 8), skip, technique))
-        expected = state(fit(data({}, 8, left_out), technique))
+        expected = state(fit(data({}, 8, skipped), technique))
         assert is_equal(found, expected)
-        rows = skip.outcome().numbers["left_out"]
-        assert [row["batches"] for row in rows] == [[left_out[0], 5]]
+        rows = skip.outcome().numbers["skipped"]
+        assert [row["batches"] for row in rows] == [[skipped[0], 5]]
 
 
-def test_a_step_whose_loss_alone_is_infinite_is_left_out() -> None:
+def test_a_step_whose_loss_alone_is_infinite_is_skipped() -> None:
     class Shifted(Norms):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) + (math.inf if batch_idx == 2 else 0.0)
 
     trainer = make_trainer(callbacks=[skip := SkipBadSteps()], max_epochs=1, max_steps=-1)
     trainer.fit(Shifted(), data({}, 4))
-    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[2, 2]]
+    assert [row["batches"] for row in skip.outcome().numbers["skipped"]] == [[2, 2]]
 
 
-def test_an_outlier_is_left_out_once_there_are_enough_norms() -> None:
+def test_an_outlier_is_skipped_once_there_are_enough_norms() -> None:
     bad = {3: 10.0, 30: LARGE}
     skip = SkipBadSteps(max_deviations=20)
     found = state(fit(data(bad, 40), skip))
-    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[30, 30]]
-    assert is_equal(found, state(fit(data(bad, 40, left_out=(30,)))))
+    assert [row["batches"] for row in skip.outcome().numbers["skipped"]] == [[30, 30]]
+    assert is_equal(found, state(fit(data(bad, 40, skipped=(30,)))))
     assert fit(data({3: 10.0, 30: 10.0}, 40), SkipBadSteps()).global_step == 40
 
 
 def test_without_a_bad_step_it_is_the_plain_run_and_leaves_no_wrapper() -> None:
     trainer = fit(data({}, 8), skip := SkipBadSteps())
     assert is_equal(state(trainer), state(fit(data({}, 8))))
-    assert (skip.outcome().numbers["left_out"], skip.outcome().effective) == ([], True)
+    assert (skip.outcome().numbers["skipped"], skip.outcome().effective) == ([], True)
     assert trainer.optimizers[0].step.__qualname__ != "SkipBadSteps._gate.<locals>.gated"
     assert type(trainer.fit_loop.epoch_loop.automatic_optimization).__name__ == "_AutomaticOptimization"
 
@@ -144,7 +144,7 @@ def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_before(tmp_path: Pa
         fit(data(bad, 10), SkipBadSteps(max_in_a_row=2), ExactResume(), saver, enable_checkpointing=True)
     (path,) = tmp_path.iterdir()
     saved = torch.load(path, weights_only=True)
-    expected = fit(data(bad, 10, left_out=tuple(range(3, 10))))
+    expected = fit(data(bad, 10, skipped=tuple(range(3, 10))))
     assert is_equal(saved["state_dict"], dict(expected.lightning_module.state_dict()))
     assert saved["global_step"] == 3
     # The run resumes after the bad batches that it has skipped.
@@ -153,7 +153,7 @@ def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_before(tmp_path: Pa
     trainer = make_trainer(callbacks=callbacks, max_epochs=1, max_steps=-1)
     trainer.fit(Norms(), data(bad, 10), ckpt_path=str(path))
     assert trainer.global_step == 5
-    assert [row["batches"][0] for row in skip.outcome().numbers["left_out"]] == [5, 6, 7]
+    assert [row["batches"][0] for row in skip.outcome().numbers["skipped"]] == [5, 6, 7]
 
 
 class LineSearch(Norms):
@@ -167,9 +167,9 @@ class LineSearch(Norms):
         return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
-def test_an_optimizer_that_evaluates_its_closure_again_is_left_out_only_at_first() -> None:
+def test_an_optimizer_that_evaluates_its_closure_again_is_skipped_only_at_first() -> None:
     models = []
-    for loader, callbacks in ((data({2: NAN}, 4), [SkipBadSteps()]), (data({}, 4, left_out=(2,)), [])):
+    for loader, callbacks in ((data({2: NAN}, 4), [SkipBadSteps()]), (data({}, 4, skipped=(2,)), [])):
         torch.manual_seed(0)
         models.append(LineSearch())
         make_trainer(callbacks=callbacks, max_epochs=1, max_steps=-1).fit(models[-1], loader)
@@ -190,7 +190,7 @@ def test_a_replaced_optimizer_and_one_of_an_earlier_fit_are_watched_too() -> Non
     for callbacks in ([LambdaCallback(on_train_batch_start=replace)], [], []):
         trainer = make_trainer(callbacks=[skip, *callbacks], max_epochs=1, max_steps=-1)
         trainer.fit(model, data({4: NAN}, 6))
-        assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[4, 4]]
+        assert [row["batches"] for row in skip.outcome().numbers["skipped"]] == [[4, 4]]
         assert all(torch.isfinite(each).all() for each in model.parameters())
         model.configure_optimizers = lambda: kept
 
@@ -216,7 +216,7 @@ def test_norms_are_kept_in_a_checkpoint(tmp_path: Path) -> None:
     make_trainer(callbacks=[skip], max_epochs=2, max_steps=-1).fit(
         Norms(), data({0: LARGE}, 6), ckpt_path=str(path)
     )
-    assert [row["batches"] for row in skip.outcome().numbers["left_out"]] == [[0, 0]]
+    assert [row["batches"] for row in skip.outcome().numbers["skipped"]] == [[0, 0]]
     fit(data({}, 2), skip)
     assert len(skip._norms) == 2, "another fit has its own norms"
 
@@ -258,7 +258,7 @@ def main(folder: str) -> Any:
         )  # fmt: skip
         trainer.fit(OneRank(), data({}, 5))
         weights = trainer.strategy.lightning_module_state_dict()
-        rows = skip.outcome().numbers["left_out"]
+        rows = skip.outcome().numbers["skipped"]
         found[type(trainer.strategy).__name__] = trainer.global_step, rows, weights
     return found
 

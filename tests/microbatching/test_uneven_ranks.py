@@ -211,7 +211,7 @@ def test_known_lengths_count_as_the_longest(ranks: Any) -> None:
 
 def test_ranks_evaluate_on_their_own_with_the_first_ranks_buffers(ranks: Any) -> None:
     first, second = (rank["normed"] for rank in ranks)
-    assert [len(each["seen"]) for each in (first, second)] == [2, 4]  # with those of the sanity check
+    assert [len(each["seen"]) for each in (first, second)] == [2, 4]  # the sanity check's included
     assert is_equal(first["buffers"], second["buffers"])
 
 

@@ -194,7 +194,7 @@ def test_a_model_is_loaded_in_float32_or_in_the_dtype_of_its_file(tiny_llama: Pa
         (bool, {"model_type": "vit"}),
         (bool, {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ],
-    ids=["pickle", "no config", "adapter", "code of its own", "no language model", "quantized"],
+    ids=["pickle", "no config", "adapter", "custom code", "no language model", "quantized"],
 )
 def test_a_folder_that_cannot_be_loaded_is_rejected_by_name(
     tiny_llama: Path, tmp_path: Path, prepare: Any, changed: dict[str, Any]

@@ -61,7 +61,7 @@ class RankDivergenceCheck:
         self._pending: tuple[Any, Tensor] | None = None
         self._handles: list[Any] = []
         self._group: Any = None
-        # Without a process group of its own, `compare` does nothing.
+        # Without its own process group, `compare` does nothing.
         if is_compiled(module) or dist.get_world_size() == 1:
             return
         for index, (submodule, parameters) in enumerate(_gathered_together(module)):
