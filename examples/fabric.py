@@ -1,9 +1,9 @@
 # %% [markdown]
-# # A loop of your own, under Fabric
+# # A custom loop under Fabric
 #
-# A small language model and a hand-written loop. The techniques are functions that change the model, and an
-# object that computes the gradient of a step in micro-batches: the same training three times, in ever less
-# memory. Install: `pip install lightning-eff`. Takes less than a minute on two CPU cores.
+# A small language model and a hand-written loop. Techniques are functions that change the model; `ExactGradient`
+# computes a step in micro-batches. Three runs do the same training, each in less memory than the one before.
+# Install: `pip install lightning-eff`. Takes less than a minute on two CPU cores.
 
 # %%
 from pydoc_data import topics

@@ -1,7 +1,7 @@
 # %% [markdown]
-# # A GAN that is stopped, and goes on as if it had not been
+# # A GAN, stopped and resumed exactly
 #
-# A module that steps two optimizers itself learns scikit-learn's handwritten digits. It is stopped within an
+# A module with two optimizers in manual optimization learns scikit-learn's handwritten digits. It is stopped within an
 # epoch and resumed: by Lightning alone, and with `ExactResume`, which keeps the order of samples and random
 # numbers. Install: `pip install 'lightning-eff[images]'`. Takes less than a minute on two CPU cores.
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Long sequences
 #
-# A small Llama trains on one sequence at a time. Each run adds the technique that removes what is largest
-# by then: the loss, the activations of all blocks, the MLP of one block. The training stays the same.
+# A small Llama trains on one sequence at a time. Each run adds a technique that removes the
+# largest use of memory left: the loss, the activations of all blocks, the MLP of one block. The training stays the same.
 # Install: `pip install 'lightning-eff[hf]'`, no download. Takes less than a minute on two CPU cores.
 
 # %%
@@ -21,7 +21,7 @@ CONTEXT_LENGTH, VOCABULARY = 4096, 8192
 
 
 # %% [markdown]
-# A model of the hub is one line: `AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")`.
+# To use a model from the hub: `AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")`.
 
 
 # %%

@@ -21,8 +21,8 @@ QUIET = {"logger": False, "enable_checkpointing": False}
 
 
 # %% [markdown]
-# A model of the hub is one line, `AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")`; its
-# tokens are those of `AutoTokenizer.from_pretrained` of the same name. Here each byte is a token.
+# To use a model from the hub: `AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")`, with
+# `AutoTokenizer.from_pretrained` of the same name. Here each byte is a token.
 
 
 # %%

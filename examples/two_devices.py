@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Two devices
 #
-# Two CPU processes train a model together, each with all of it (DDP) or with a shard (FSDP2): a laptop tests
-# what a cluster runs. Install: `pip install lightning-eff`. Takes less than a minute on two CPU cores.
+# Two CPU processes train one model, each with a full copy (DDP) or a shard (FSDP2). So a laptop can test what
+# a cluster runs. Install: `pip install lightning-eff`. Takes less than a minute on two CPU cores.
 #
-# Lightning starts this file again for the second process, which it cannot do with a notebook: there, save
-# the code as a file of its own, and run `!python two_devices.py`.
+# Lightning starts this file again for the second process. It cannot start a notebook again: there, save the
+# code as a file and run `!python two_devices.py`.
 
 # %%
 import os

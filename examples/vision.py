@@ -1,5 +1,5 @@
 # %% [markdown]
-# # A vision model of your own
+# # Your own vision model
 #
 # A residual network in plain Lightning learns scikit-learn's handwritten digits, without and with plugins
 # that save memory. Install: `pip install 'lightning-eff[images]'`. Takes less than a minute on two CPU cores.
