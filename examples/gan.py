@@ -1,10 +1,9 @@
 # %% [markdown]
 # # A GAN, stopped and resumed exactly
 #
-# A module with two optimizers, in manual optimization, learns scikit-learn's handwritten digits. It is
-# stopped within an epoch and resumed: by Lightning alone, and with `ExactResume`, which keeps the order of
-# samples and random numbers. Install: `pip install 'lightning-eff[images]'`.
-# Takes less than a minute on two CPU cores.
+# A GAN in manual optimization learns scikit-learn's handwritten digits. It is stopped within an epoch and
+# resumed: by Lightning alone, and with `ExactResume`, which keeps the order of samples and random numbers.
+# Install: `pip install 'lightning-eff[images]'`. Takes less than a minute on two CPU cores.
 
 # %%
 import lightning.pytorch as pl
