@@ -41,7 +41,6 @@ OUT_OF_MEMORY = (
     "out_of_device_memory",  # SYCL, used by XPU
     "out_of_host_memory",
     "memoryallocation",  # cudaErrorMemoryAllocation, hipErrorMemoryAllocation
-    "resource_exhausted",  # XLA
 )
 """Texts, in lower case, of OOM errors from backends that have no class for them."""
 MAX_VALUE_CHARACTERS = 300
@@ -98,27 +97,18 @@ def keep_overrides() -> Generator[None]:
         _in_recipe.reset(token)
 
 
-WORDS = ("null", "true", "false", "nan", "inf", "yes", "no", "on", "off")
-"""Words that Hydra does not read as strings."""
-
-
 def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[str]) -> Remedy:
     """Return the remedy that sets a parameter to a list of names.
-
-    In the override, a name is quoted where Hydra would read something else than this word. If a name is
-    quoted, the whole override is, too.
 
     Example:
         >>> remedy = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["weights", "1.0"])
         >>> print(remedy.override, remedy.python)
         'callbacks.micro_batch.keep=[weights,"1.0"]' MicroBatch(keep=['weights', '1.0'])
     """
-    plain = [
-        re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name, re.ASCII) and name.lower() not in WORDS for name in names
-    ]
-    quoted = [name if is_plain else json.dumps(name) for name, is_plain in zip(names, plain, strict=True)]
+    # Hydra would read `1.0` as a number, so such a name is quoted. Hydra's quotes need the shell's around them.
+    quoted = [name if re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name) else json.dumps(name) for name in names]
     override = f"{option}.{parameter}=[{','.join(quoted)}]"
-    override = override if all(plain) else shlex.quote(override)
+    override = override if quoted == list(names) else shlex.quote(override)
     return Remedy(override, f"{class_name}({parameter}={list(names)})")
 
 
