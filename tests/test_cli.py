@@ -18,7 +18,6 @@ from lightning_eff.commands._completion import SCRIPTS, complete
 from lightning_eff.core.errors import UsageError
 from lightning_eff.run import make
 from tests.support.command_line import Command
-from tests.support.own_recipe import PICKY
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 MINE = """
@@ -52,7 +51,7 @@ class Nothing(pl.LightningDataModule):
 @pytest.fixture
 def mine(tiny: list[str]) -> list[str]:
     """Return overrides for a tiny run, next to a module of the user."""
-    Path("mine.py").write_text(MINE + PICKY)
+    Path("mine.py").write_text(MINE)
     return tiny
 
 
@@ -87,30 +86,39 @@ assert answer("--complete", "train", "--mu") == "--multirun\\n"
 
 
 def test_a_run_that_fails_exits_1_root_cause_first(mine: list[str], command: Command) -> None:
-    words = ["train", "lm", *mine, "model._target_=mine.Fails"]
-    err = command(*words, code=1)[2]
+    _, out, err = command("train", "lm", *mine, "model._target_=mine.Fails", "--json", code=1)
     lines = err.strip().splitlines()[-3:]
     assert lines[0] == "error: KeyError: 'the label is missing'"
     assert "mine.py:10 in training_step" in lines[1]
     log = Path(lines[2].removeprefix("  traceback: "))
     assert "Traceback" in log.read_text()
     assert "Traceback" not in err
+    report = json.loads(out)
+    assert (report["status"], report["reason"]) == ("failed", "KeyError: 'the label is missing'")
     assert "Traceback" in command("train", "lm", "sed=3", "--debug", code=2)[2]
 
 
-def test_a_run_resumes_from_the_last_checkpoint(tiny: list[str], command: Command) -> None:
-    """No schedule of the recipe's own saves before the first run ends."""
-    out = command("train", "lm", *tiny, "trainer.val_check_interval=100", "--json", code=0)[1]
+def test_a_run_resumes_from_the_newest_intact_checkpoint(tiny: list[str], command: Command) -> None:
+    """No schedule of the recipe saves before the first run ends."""
+    words = ["train", "lm", *tiny, "checkpoint_io.asynchronous=true"]
+    out = command(*words, "trainer.val_check_interval=100", "--json", code=0)[1]
     (path,) = Path("outputs").rglob("*.ckpt")
     (row,) = [row for row in json.loads(out)["ledger"] if row["technique"] == "checkpoint_io/durable"]
     assert (path.name, row["status"], row["numbers"]["num_saves"]) == ("step-2.ckpt", "applied", 1)
     assert row["numbers"]["saved_bytes"] == path.stat().st_size
-    err = command("train", "lm", *tiny, "ckpt_path=last", code=2)[2]
+    err = command(*words, "ckpt_path=last", code=2)[2]
     assert "try: trainer.max_steps=4" in err
     assert len(list(Path("outputs/lm").iterdir())) == 1, "the rejected run left no folder"
-    out = command("train", "lm", *tiny, "ckpt_path=last", "trainer.max_steps=5", code=0)[1]
+    damaged = Path("outputs/lm/9999-01-01_00-00-00/checkpoints/step-3.ckpt")
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(path.read_bytes()[:-1])
+    orphan = path.with_name(".durable-0123456789abcdef.tmp")
+    orphan.touch()
+    _, out, err = command(*words, "ckpt_path=last", "trainer.max_steps=5", code=0)
+    assert f"{damaged} is not loaded" in err
     assert "Finished 3 optimizer steps" in out
     assert len(list(Path("outputs/lm").glob("*/checkpoints/step-5.ckpt"))) == 1
+    assert not orphan.exists()
 
 
 class Hostile:
@@ -120,17 +128,12 @@ class Hostile:
         return Path.touch, (Path("touched"),)
 
 
-def test_a_checkpoint_that_is_damaged_or_none_is_rejected_unread(tiny: list[str], command: Command) -> None:
+def test_a_damaged_or_hostile_checkpoint_is_rejected_unread(tiny: list[str], command: Command) -> None:
     command("train", "baseline", *tiny, code=0)
     (good,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
-    content = good.read_bytes()
-    flipped = bytes(b ^ 255 if 200 <= i < 260 else b for i, b in enumerate(content))
-    bad: list[Any] = [flipped, content[:500], b"", {"global_step": 0, "x": Hostile()}, {"global_step": "x"}]
-    for each in bad:
-        if isinstance(each, bytes):
-            Path("bad.ckpt").write_bytes(each)
-        else:
-            torch.save(each, "bad.ckpt")
+    flipped = bytes(b ^ 255 if 200 <= i < 260 else b for i, b in enumerate(good.read_bytes()))
+    for each in (flipped, {"global_step": 0, "x": Hostile()}):
+        Path("bad.ckpt").write_bytes(each) if isinstance(each, bytes) else torch.save(each, "bad.ckpt")
         err = command("train", "baseline", *tiny, "ckpt_path=bad.ckpt", "trainer.max_steps=4", code=2)[2]
         assert "ckpt_path='bad.ckpt': " in err
     assert not Path("touched").exists()
@@ -179,10 +182,8 @@ def test_a_variable_that_a_secret_names_must_be_set() -> None:
         make("data", {"_target_": "mine.Data", "token": "${oc.env:NO_SUCH_VARIABLE}"})
 
 
-def test_a_sweep_runs_each_combination_and_a_failed_run_is_reported(
-    mine: list[str], command: Command
-) -> None:
-    out = command("train", "lm", *mine, "-m", "callbacks=[],[empty_cache]", "--json", code=0)[1]
+def test_a_sweep_runs_each_combination(tiny: list[str], command: Command) -> None:
+    out = command("train", "lm", *tiny, "-m", "callbacks=[],[empty_cache]", "--json", code=0)[1]
     rows = json.loads(out)["rows"]
     assert [(row["status"], row["num_steps"]) for row in rows] == [("finished", 2)] * 2
     empty_cache = "lightning_eff.callbacks.empty_cache.EmptyCache"
@@ -192,14 +193,9 @@ def test_a_sweep_runs_each_combination_and_a_failed_run_is_reported(
     ]
     folders = sorted(path.parent.name for path in Path("outputs/lm").glob("sweep_*/*/efficiency.json"))
     assert folders == ["0", "1"]
-    _, out, _ = command(
-        "train", "lm", *mine, "model._target_=mine.Picky", "model.dropout=0.5", "--json", code=1
-    )
-    report = json.loads(out)
-    assert (report["status"], report["reason"]) == ("failed", "RuntimeError: no dropout, please")
 
 
-def test_config_is_printed_and_a_frozen_one_is_a_recipe(tiny: list[str], command: Command) -> None:
+def test_a_printed_config_is_a_recipe(empty_folder: Path, command: Command) -> None:
     out = command("train", "lm", "trainer.max_steps=7", "--cfg", "job", code=0)[1]
     assert "max_steps: 7" in out
     assert not Path("outputs").exists()
@@ -207,7 +203,6 @@ def test_config_is_printed_and_a_frozen_one_is_a_recipe(tiny: list[str], command
     Path("mine/frozen.yaml").write_text(out)
     again = command("train", "frozen", "--config-dir", "mine", "--cfg", "job", code=0)[1]
     assert again == out
-    command("train", "frozen", "--config-dir", "mine", *tiny, code=0)
 
 
 def test_completion_knows_options_keys_and_shells(command: Command) -> None:

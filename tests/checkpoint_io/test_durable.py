@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,6 @@ from lightning_eff.checkpoint_io.durable import Durable
 from lightning_eff.core import rules
 from lightning_eff.core.errors import CheckpointError, CheckpointWarning
 from lightning_eff.core.technique import Verdict
-from tests.support.command_line import Command
 from tests.support.models import Net, make_loader, make_trainer
 
 pytestmark = [
@@ -120,7 +117,6 @@ def assert_finite(folder: Path) -> None:
     ("breaks_at", "keywords", "left"),
     [
         (5, {"save_top_k": 1, "monitor": None, "save_on_exception": True}, ["last.ckpt", "step=4.ckpt"]),
-        (5, {"save_top_k": 1, "monitor": None, "save_weights_only": True}, ["last.ckpt", "step=4.ckpt"]),
         (0, {}, []),
     ],
 )
@@ -261,22 +257,15 @@ def test_a_removal_waits_for_the_save_before_it(tmp_path: Path, monkeypatch: pyt
     assert names(tmp_path) == ["new.ckpt"]
 
 
-@pytest.mark.parametrize("asked", ["save", "load", "end"])
-def test_an_error_in_the_thread_is_raised_once_at_the_next_save_load_or_end(
-    asked: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("waits", ["save", "end"])
+def test_an_error_in_the_thread_is_raised_once_at_the_next_save_or_end(waits: str, tmp_path: Path) -> None:
     io = Durable(asynchronous=True)
     io.save_checkpoint({"x": 1}, tmp_path / "old.ckpt")
     (tmp_path / "taken").mkdir()
     io.save_checkpoint({"x": 2}, tmp_path / "taken")
     io.remove_checkpoint(tmp_path / "old.ckpt")
-    ask: dict[str, Callable[[], Any]] = {
-        "save": lambda: io.save_checkpoint({"x": 3}, tmp_path / "new.ckpt"),
-        "load": lambda: io.load_checkpoint(tmp_path / "old.ckpt"),
-        "end": io.teardown,
-    }
     with pytest.raises(CheckpointError, match="taken"):
-        ask[asked]()
+        io.save_checkpoint({"x": 3}, tmp_path / "new.ckpt") if waits == "save" else io.teardown()
     assert Durable().load_checkpoint(tmp_path / "old.ckpt") == {"x": 1}, "removed though the new one failed"
     io.teardown()
     io.save_checkpoint({"x": 4}, tmp_path / "new.ckpt")
@@ -351,7 +340,6 @@ def run_with(root: Path, name: str, *steps: int | None, names: str = "step-{}") 
 EARLY, LATE = "2026-11-27_01-02-03-000004", "2026-11-27_01-02-03-000005"
 ORDERS: list[tuple[str, str, tuple[int, ...]]] = [
     (EARLY, LATE, (9, 5)),  # the later run began again
-    (f"sweep_{EARLY}/10", f"{LATE}", (5, 9)),
     (f"sweep_{EARLY}/9", f"sweep_{EARLY}/10", (9, 5)),
 ]
 
@@ -375,24 +363,6 @@ def test_the_last_of_a_run_has_the_greatest_step(name: str, names: str, tmp_path
     assert newest_valid(tmp_path) == folder / f"{names.format(100)}.ckpt"
 
 
-def test_a_recipe_resumes_from_the_newest_valid_checkpoint_and_cleans_up(
-    tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["train", "baseline", *tiny, "checkpoint_io.asynchronous=true"]
-    assert command(*words, "hydra.run.dir=outputs/baseline/one")[0] == 0
-    code, _, err = command(*words, "hydra.run.dir=outputs/baseline/two", "trainer.max_steps=3")
-    assert code == 0, err
-    one, two = (Path(f"outputs/baseline/{name}/checkpoints") for name in ("one", "two"))
-    damaged = two / "step-3.ckpt"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    (one / ".durable-0123456789abcdef.tmp").touch()
-    code, out, err = command(*words, "ckpt_path=last", "trainer.max_steps=5")
-    assert code == 0, err
-    assert "outputs/baseline/two/checkpoints/step-3.ckpt is not loaded" in err
-    assert "Finished 3 optimizer steps" in out
-    assert names(one) == ["step-2.ckpt"]
-
-
 class Color(Enum):
     RED = "red"
 
@@ -412,15 +382,12 @@ PLAIN: list[tuple[Any, Any]] = [
     (Color.RED, "red"),
     (np.float64(0.5), 0.5),
     (np.arange(2), [0, 1]),
-    (Namespace(lr=np.float32(0.5), of=[Path("a")]), {"lr": 0.5, "of": ["a"]}),
-    (SimpleNamespace(a=(1, Color.RED)), {"a": (1, "red")}),
+    (Namespace(lr=np.float32(0.5), of=(Path("a"), Color.RED)), {"lr": 0.5, "of": ("a", "red")}),
     (OmegaConf.create([1, {"a": 2}]), [1, {"a": 2}]),
-    (defaultdict(int, a=1), {"a": 1}),
     (torch.float16, torch.float16),
 ]
 LEFT_OUT: list[tuple[Any, dict[str, Any], str]] = [
     (partial(torch.optim.Adam, lr=0.1), {}, "net"),
-    (torch.nn.ReLU(), {}, "net"),
     ({"width": 4, "act": torch.nn.ReLU}, {"net": {"width": 4}}, "net.act"),
     (Size(3, act=torch.relu), {"net": {"width": 3}}, "net.act"),
     (interpolated(), {"net": {"a": {"b": 2}, "c": 2}}, "net.gone"),

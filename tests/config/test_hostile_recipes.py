@@ -40,7 +40,6 @@ def check_rejected(answer: tuple[int, str, str], text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("plan", "tab"), "mine/tab.yaml:3: "),
         (("compare", "tab"), "mine/tab.yaml:3: "),
         (("plan", "lm", "logger=broken"), "mine/logger/broken.yaml:2: "),
     ],
@@ -56,22 +55,16 @@ def test_every_verb_rejects_them_and_options_that_an_override_chooses(
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        *(
-            (f"hydra.{name}._target_", ("train", "lm", f"hydra.{name}{value}"))
-            for name in ("launcher", "sweeper")
-            for value in ("._target_=os.system", "=${hydra.run}")
-        ),
+        ("hydra.launcher._target_", ("train", "lm", "hydra.launcher._target_=os.system")),
+        ("hydra.sweeper._target_", ("train", "lm", "hydra.sweeper=${hydra.run}")),
         ("seed", ("train", "lm", f"seed={'1' * 5000}")),
         ("seed", ("train", "lm", f"seed={'[' * 3000}{']' * 3000}")),
-        ("ckpt_path", ("train", "lm", f"ckpt_path={LONG}")),
         ("output_root", ("train", "lm", f"output_root=/tmp/{LONG}")),
-        ("logger.csv.save_dir", ("train", "lm", f"logger.csv.save_dir=outputs/{LONG}")),
         ("--config-dir", ("train", "lm", "--config-dir", LONG)),
         (
             "callbacks.peft_adapter.base_checkpoint",
             ("train", "lora", "trainer.accelerator=cpu", f"callbacks.peft_adapter.base_checkpoint={LONG}"),
         ),
-        ("RUN", ("export", LONG)),
     ],
 )
 def test_a_value_that_hydra_would_run_or_cannot_hold_is_rejected_by_its_key(
