@@ -54,6 +54,7 @@ def allow_new_keys(
         if _is_choice(item):
             continue
         if key and not item.is_delete() and group in TOP_LEVEL:
+            # `++` adds the key or replaces its value.
             line = "++" + line.lstrip("+")
         elif group in may_be_unlisted and group not in listed and not item.is_delete():
             line = "+" + line.lstrip("+")

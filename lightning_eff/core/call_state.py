@@ -1,4 +1,4 @@
-"""Everything besides its tensors that a call of a module depends on, recorded to compute the call again.
+"""Record the state that a call of a module depends on, besides its input tensors, to compute the call again.
 
 Gradient checkpointing and `callbacks/tiled_mlp` recompute calls with it; microbatching's mean check compares
 calls. Recorded at the call:
@@ -10,10 +10,10 @@ calls. Recorded at the call:
 - which parameters are trained,
 - the state of random generators (the modules' own, NumPy's and Python's; checkpoint handles torch's).
 
-Before the second computation all of it is reinstated, and removed afterwards, with whatever that computation
-wrote. Tensors are referenced, not copied. The exception are tensors that belong to the modules and are not
-parameters: a forward may write to them (batch statistics, counters). If any other tensor has changed, the
-call is not computed again.
+For the second computation this state is reinstated. Afterwards the state from before it returns, without the
+writes of that computation. Tensors are referenced, not copied, except buffers and other tensors of the modules
+that are not parameters: a forward may write to them (batch statistics, counters). If any other tensor has
+changed, the call is not computed again.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The rest of a checkpoint does not depend on the techniques, so a run may resume 
 The stamp has its own key, which stock Lightning ignores. State of another optimizer is rejected before any of
 it is used: Lightning would assign whatever happens to fit.
 
-The states of this package's callbacks are stored there too. With the states of Lightning's callbacks, a
-Trainer without these callbacks would warn about each of them.
+The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, each
+would make a Trainer without that callback warn.
 
 If `max_steps` ends a run, Lightning 2.6 saves it as if its epoch were complete, wherever in the epoch it was.
 A resumed run would skip the rest of that epoch and, with a stateful loader, the start of the next one. At the
@@ -78,7 +78,7 @@ def load_stamp(
 
 
 def check_on_restore(trainer: pl.Trainer) -> None:
-    """Check the optimizers right before their states are loaded, when they are known; once for all callers.
+    """Check the optimizers right before their states are loaded; several calls cause one check.
 
     The load then raises a ConfigError for another optimizer's state, and a CheckpointError for non-finite
     trained weights.

@@ -1,8 +1,8 @@
 """Errors, warnings, remedies and exit codes: everything that a message consists of.
 
-An error names key, value, allowed values and remedies. A remedy has two forms: an override of a recipe, and
-Python for a plain Trainer. Its text is the form for the reader. Inside `keep_overrides` it is the override;
-the command line and the function that builds a recipe's run enter it. Elsewhere it is the Python.
+An error names key, value, allowed values and remedies. A remedy has two forms: an override for a recipe, and
+Python for a plain Trainer. Inside the context `keep_overrides` its text is the override, elsewhere the Python.
+The command line and the functions that build a recipe's run enter that context.
 """
 
 from __future__ import annotations

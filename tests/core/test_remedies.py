@@ -13,11 +13,7 @@ import yaml
 from lightning_eff.config import composition
 from lightning_eff.core import rules
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, PACKAGE
-from lightning_eff.core.errors import (
-    Remedy,
-    keep_overrides,
-    list_remedy,
-)
+from lightning_eff.core.errors import Remedy
 from lightning_eff.core.rules import RuleFinding
 from lightning_eff.core.technique import Verdict
 from lightning_eff.run import build_trainer
@@ -110,12 +106,3 @@ def test_both_forms_set_the_same_parameter_of_the_same_class() -> None:
             assert f"{class_of(group, path[0])}({path[1]}=" in python, override
         elif path:
             assert f"{path[0]}=" in python, override
-
-
-def test_a_reader_gets_the_form_for_the_place() -> None:
-    remedy = Remedy("strategy=ddp", 'Trainer(strategy="ddp")')
-    assert f"try: {remedy}" == 'try: Trainer(strategy="ddp")'
-    with keep_overrides():
-        assert f"try: {remedy}" == "try: strategy=ddp"
-    ints = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["1", "x"])
-    assert (ints.override, ints.python) == ("callbacks.micro_batch.keep=[1,x]", "MicroBatch(keep=['1', 'x'])")
