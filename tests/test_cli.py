@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lightning_eff.commands._completion import SCRIPTS, complete
 from lightning_eff.core.errors import UsageError
@@ -138,22 +137,6 @@ def test_a_damaged_or_hostile_checkpoint_is_rejected_unread(tiny: list[str], com
         assert "ckpt_path='bad.ckpt': " in err
     assert not Path("touched").exists()
     assert len(list(Path("outputs/baseline").iterdir())) == 1
-
-
-def test_the_report_goes_to_stdout_and_tags_to_report_and_loggers(tiny: list[str], command: Command) -> None:
-    words = ["task_name=dev", "tags=[quick,dev]", "logger=[csv,tensorboard]"]
-    _, out, err = command("train", "baseline", *tiny, *words, code=0)
-    assert out.lstrip().startswith("Efficiency report of baseline, run ")
-    assert " tags: quick, dev\n" in out
-    assert "Efficiency report" not in err
-    (folder,) = Path("outputs/dev").iterdir()
-    report = json.loads((folder / "efficiency.json").read_text())
-    assert (report["task_name"], report["tags"]) == ("dev", ["quick", "dev"])
-    for logger in ("metrics", "tensorboard"):
-        logged = yaml.safe_load((folder / logger / "hparams.yaml").read_text())
-        assert (logged["task_name"], logged["tags"]) == ("dev", ["quick", "dev"])
-    out = command("train", "baseline", *tiny, *words, "ckpt_path=auto", "tags=[]", "--json", code=0)[1]
-    assert json.loads(out) == report, "of the run before: tags are no setting of the training"
 
 
 @pytest.mark.filterwarnings("ignore:hyperparameters left out of checkpoints")

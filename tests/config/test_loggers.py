@@ -1,11 +1,13 @@
-"""Several loggers by name, packages that are not there, and what each one writes."""
+"""Several loggers by name, and what each one writes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_eff.config import composition
 from lightning_eff.config.recipes import RecipePath
@@ -44,22 +46,29 @@ def test_forms_of_choosing_loggers(recipe: str, overrides: list[str], names: dic
     assert {name: node.get("name") for name, node in compose(recipe, *overrides).items()} == names
 
 
-def test_a_run_and_its_continuation_write_to_their_own_folders(
-    tiny: list[str], command: Command
-) -> None:
-    words = ["train", "baseline", *tiny, "trainer.log_every_n_steps=1"]
-    command(*words, *BOTH, code=0)
-    (first,) = Path("outputs/baseline").iterdir()
-    command(*words, *BOTH, "ckpt_path=last", "trainer.max_steps=4", code=0)
-    _, second = sorted(Path("outputs/baseline").iterdir())
+def test_a_run_and_its_continuation_log_to_their_own_folders(tiny: list[str], command: Command) -> None:
+    """The report goes to stdout; name and tags of the task go to the report and the loggers."""
+    words = ["train", "baseline", *tiny, "trainer.log_every_n_steps=1", "task_name=dev"]
+    tagged = [*words, *BOTH, "tags=[quick,dev]"]
+    _, out, err = command(*tagged, code=0)
+    assert out.lstrip().startswith("Efficiency report of baseline, run ")
+    assert " tags: quick, dev\n" in out
+    assert "Efficiency report" not in err
+    (first,) = Path("outputs/dev").iterdir()
+    command(*tagged, "ckpt_path=last", "trainer.max_steps=4", code=0)
+    _, second = sorted(Path("outputs/dev").iterdir())
     for folder, steps in ((first, [1, 2]), (second, [3, 4])):
         rows, events = rows_of(folder / "metrics"), events_of(folder / "tensorboard")
         assert (list(rows), list(events)) == (steps, steps)
         assert all(rows[step] == pytest.approx(events[step], rel=1e-6) for step in steps)
         assert all(row["gradient_norm"] > 0 for row in rows.values())
-    # Another logger is the same training, so nothing is left to train.
-    command(*words, "logger=none", "ckpt_path=auto", code=0)
-    assert len(list(Path("outputs/baseline").iterdir())) == 2
+    report = json.loads((first / "efficiency.json").read_text())
+    hparams = [yaml.safe_load((first / name / "hparams.yaml").read_text()) for name in ("metrics", "tensorboard")]
+    for each in (report, *hparams):
+        assert (each["task_name"], each["tags"]) == ("dev", ["quick", "dev"])
+    # Loggers and tags do not change the training, so nothing is left to train.
+    out = command(*words, "logger=none", "ckpt_path=auto", "--json", code=0)[1]
+    assert json.loads(out) == report
 
 
 @pytest.mark.slow

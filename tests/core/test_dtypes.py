@@ -1,4 +1,4 @@
-"""Formats: a device is asked for its instructions, not for what runs."""
+"""The support of a dtype follows the instructions of a device, not what it can emulate."""
 
 from __future__ import annotations
 

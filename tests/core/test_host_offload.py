@@ -1,4 +1,4 @@
-"""Offload to the host: who waits for whom on a mock of streams, and what is held how long."""
+"""Offloading to the host: the order of waits and the lifetime of tensors, on a mock of streams."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_copy_waits_for_its_source_and_the_third_one_for_the_first(streams: St
     assert len(stream._in_flight) == 2
 
 
-def test_what_is_copied_is_held_until_the_main_stream_has_waited(streams: Streams) -> None:
+def test_a_copied_tensor_is_held_until_the_main_stream_has_waited(streams: Streams) -> None:
     stream = CopyStream(CPU)
     tensor = torch.ones(3)
     held = weakref.ref(tensor)

@@ -1,4 +1,4 @@
-"""A remedy is an override in a recipe and Python in a plain Trainer, and what it is for is then gone."""
+"""Each remedy removes the conflict that it is stated for, as an override and in Python."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def findings(overrides: str) -> list[RuleFinding]:
         for index, case in enumerate(REJECTED)
     ],
 )
-def test_each_remedy_removes_what_it_is_for(case: str) -> None:
+def test_each_remedy_removes_its_conflict(case: str) -> None:
     found = findings(case)
     assert found, "the case meets no rule any more"
     tried, before = 0, {(each.technique, each.rule.name) for each in found}
