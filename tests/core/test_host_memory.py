@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_eff.commands import doctor
 from lightning_eff.core import allocator, host_memory
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.kernels import devices
@@ -51,7 +50,7 @@ def test_the_ulimit_that_leaves_least_memory_counts(tmp_path: Path) -> None:
     assert found == HostMemoryLimit("ulimit -v", 5 * MIB, 2 * MIB)
 
 
-def test_planner_allocator_and_doctor_read_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_and_allocator_read_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         host_memory, "host_memory_limit", lambda: HostMemoryLimit("ulimit -d", 700 * MIB, 200 * MIB)
     )
@@ -59,5 +58,3 @@ def test_planner_allocator_and_doctor_read_the_limit(monkeypatch: pytest.MonkeyP
     room = DeviceMemory.of(devices.of(cpu))
     assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)
     assert allocator.total_bytes(cpu) == 700 * MIB
-    found = {each.what: each.found for each in doctor.inspect_machine()}
-    assert found["memory"].startswith("700.0 MiB by ulimit -d, of ")
