@@ -11,9 +11,9 @@ calls. Recorded at the call:
 - the state of random generators (the modules' own, NumPy's and Python's; checkpoint handles torch's).
 
 For the second computation this state is reinstated. Afterwards the state from before it returns, without the
-writes of that computation. Tensors are referenced, not copied, except buffers and other tensors of the modules
-that are not parameters: a forward may write to them (batch statistics, counters). If any other tensor has
-changed, the call is not computed again.
+writes of that computation. Tensors are referenced, not copied. Exceptions are buffers and other tensors of the
+modules that are not parameters: a forward may write to them (batch statistics, counters). If any other tensor
+has changed, the call is not computed again.
 """
 
 from __future__ import annotations
@@ -214,7 +214,19 @@ def _kind(kind: type) -> str:
         "tuple": tuple,
         "container": (dict, list, set, deque),
         "generator": (torch.Generator, random.Random, np.random.RandomState, np.random.Generator),
-        "": (nn.Module, ModuleType, type, NoneType, int, float, complex, str, bytes, torch.dtype, torch.device),
+        "": (
+            nn.Module,
+            ModuleType,
+            type,
+            NoneType,
+            int,
+            float,
+            complex,
+            str,
+            bytes,
+            torch.dtype,
+            torch.device,
+        ),
     }
     other = "" if issubclass(kind, Callable) else "object"
     return next((name for name, classes in kinds.items() if issubclass(kind, classes)), other)

@@ -35,7 +35,9 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
         units = [f"amx_{short}", f"avx512_{short}", f"arm_{short}"]
         unit = next((unit for unit in units if capabilities.get(unit)), None)
         if unit is None:
-            return DtypeSupport(native=False, why=f"torch finds no {name} instructions on this CPU, which emulates them")
+            return DtypeSupport(
+                native=False, why=f"torch finds no {name} instructions on this CPU, which emulates them"
+            )
         return DtypeSupport(native=True, why=f"this CPU computes {name} ({unit})")
     native = True
     if dtype == torch.bfloat16 and device_type == "cuda":

@@ -1,8 +1,8 @@
 """Errors, warnings, remedies and exit codes: everything that a message consists of.
 
 An error names key, value, allowed values and remedies. A remedy has two forms: an override for a recipe, and
-Python for a plain Trainer. Inside the context `keep_overrides` its text is the override, elsewhere the Python.
-The command line and the functions that build a recipe's run enter that context.
+Python for a plain Trainer. Inside `keep_overrides` its text is the override, elsewhere the Python. The command
+line and the functions that build a recipe's run enter that context.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[st
         >>> print(remedy.override, remedy.python)
         'callbacks.micro_batch.keep=[weights,"1.0"]' MicroBatch(keep=['weights', '1.0'])
     """
-    # Hydra would read `1.0` as a number, so such a name is quoted. Hydra's quotes need the shell's around them.
+    # Quoted, since Hydra reads `1.0` as a number. The shell would remove those quotes, so it gets its own.
     quoted = [name if re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name) else json.dumps(name) for name in names]
     override = f"{option}.{parameter}=[{','.join(quoted)}]"
     override = override if quoted == list(names) else shlex.quote(override)

@@ -300,7 +300,7 @@ def test_unsupported_requests_are_rejected(tmp_path: Path) -> None:
 
 
 def save_runs(root: Path, *runs: tuple[str, int | None]) -> list[Path]:
-    """Save a checkpoint of each run and step, with file times in the opposite order: copied, or by a clock."""
+    """Save a checkpoint of each run and step, with file times in the opposite order."""
     paths = [root / name / "checkpoints" / f"step-{step}.ckpt" for name, step in runs]
     for age, (path, (_, step)) in enumerate(zip(paths, runs, strict=True)):
         Durable().save_checkpoint({} if step is None else {"global_step": step}, path)

@@ -63,7 +63,9 @@ def test_a_run_and_its_continuation_log_to_their_own_folders(tiny: list[str], co
         assert all(rows[step] == pytest.approx(events[step], rel=1e-6) for step in steps)
         assert all(row["gradient_norm"] > 0 for row in rows.values())
     report = json.loads((first / "efficiency.json").read_text())
-    hparams = [yaml.safe_load((first / name / "hparams.yaml").read_text()) for name in ("metrics", "tensorboard")]
+    hparams = [
+        yaml.safe_load((first / name / "hparams.yaml").read_text()) for name in ("metrics", "tensorboard")
+    ]
     for each in (report, *hparams):
         assert (each["task_name"], each["tags"]) == ("dev", ["quick", "dev"])
     # Loggers and tags do not change the training, so nothing is left to train.
