@@ -11,7 +11,7 @@ calls. Recorded at the call:
 - the state of random generators (the modules' own, NumPy's and Python's; checkpoint handles torch's).
 
 For the second computation this state is reinstated. Afterwards the state from before it returns, without the
-writes of that computation. Tensors are referenced, not copied. Exceptions are buffers and other tensors of the
+writes of that computation. Tensors are referenced, not copied. Exceptions are buffers and other tensors of
 modules that are not parameters: a forward may write to them (batch statistics, counters). If any other tensor
 has changed, the call is not computed again.
 """
@@ -214,19 +214,7 @@ def _kind(kind: type) -> str:
         "tuple": tuple,
         "container": (dict, list, set, deque),
         "generator": (torch.Generator, random.Random, np.random.RandomState, np.random.Generator),
-        "": (
-            nn.Module,
-            ModuleType,
-            type,
-            NoneType,
-            int,
-            float,
-            complex,
-            str,
-            bytes,
-            torch.dtype,
-            torch.device,
-        ),
+        "": (nn.Module, ModuleType, type, NoneType, int, float, str),
     }
     other = "" if issubclass(kind, Callable) else "object"
     return next((name for name, classes in kinds.items() if issubclass(kind, classes)), other)

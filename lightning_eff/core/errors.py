@@ -1,8 +1,8 @@
 """Errors, warnings, remedies and exit codes: everything that a message consists of.
 
 An error names key, value, allowed values and remedies. A remedy has two forms: an override for a recipe, and
-Python for a plain Trainer. Inside `keep_overrides` its text is the override, elsewhere the Python. The command
-line and the functions that build a recipe's run enter that context.
+Python for a plain Trainer. Inside `keep_overrides` its text is the override, elsewhere the Python. The
+command line and the functions that build a recipe's run enter that context.
 """
 
 from __future__ import annotations

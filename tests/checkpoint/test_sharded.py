@@ -73,7 +73,7 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
     save(path)
     for file in sorted(path.iterdir()):
         content = bytearray(file.read_bytes())
-        for place in range(0, len(content), len(content) // 40):
+        for place in range(0, len(content), len(content) // 20):
             content[place] ^= 4
             file.write_bytes(content)
             with pytest.raises(CheckpointError, match=file.name):

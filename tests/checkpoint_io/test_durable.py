@@ -322,7 +322,8 @@ EARLY, LATE = "2026-11-27_01-02-03-000004", "2026-11-27_01-02-03-000005"
 def test_the_newest_checkpoint_is_the_greatest_step_of_the_last_run(
     runs: list[tuple[str, int | None]], tmp_path: Path
 ) -> None:
-    assert newest_valid(tmp_path) == save_runs(tmp_path, *runs)[-1]
+    wanted = save_runs(tmp_path, *runs)[-1]
+    assert newest_valid(tmp_path) == wanted
 
 
 def test_links_and_damaged_files_are_not_the_newest_checkpoint(
