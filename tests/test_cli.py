@@ -1,4 +1,4 @@
-"""The command: exit codes, few lines, root cause first, answers without torch, nothing half-written."""
+"""The command: exit codes, short errors with the root cause first, answers without torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def mine(tiny: list[str]) -> list[str]:
 
 
 def test_answers_come_without_torch_or_lightning() -> None:
-    """All in one process: each verb's help, which names its own options, lists, a config, and completion."""
+    """Help, lists, a config and completion, in one process."""
     program = """
 import contextlib, io, sys, lightning_eff
 dir(lightning_eff)
@@ -142,7 +142,7 @@ def test_a_damaged_or_hostile_checkpoint_is_rejected_unread(tiny: list[str], com
 def test_no_file_of_a_run_holds_a_secret_and_it_is_composed_again(
     mine: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that fails, whose error has the secret, and of the one that resumes it."""
+    """The first run fails with the secret in its error; the second run resumes it."""
     monkeypatch.setenv("API_TOKEN", "hunter2")
     words = ["train", "baseline", *mine, "model._target_=mine.Hub", "model.api_token=${oc.env:API_TOKEN}"]
     words += ["trainer.max_steps=3", "ckpt_path=auto"]
@@ -204,7 +204,7 @@ def test_a_run_without_a_batch_is_an_error(mine: list[str], command: Command) ->
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_real_bash_completes_what_follows_an_equals_sign() -> None:
-    """As bash calls the function: it ends a word at "=", so a completion leaves out what precedes it."""
+    """Bash ends a word at "=", so a completion is only the part after it."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     program = SCRIPTS["bash"]
     for line in ("lightning-eff train lm +callbacks=mi", "lightning-eff train lm optimizer=ada"):

@@ -323,7 +323,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
     """Save a checkpoint with DTensors to a folder, or keep the previous one; a collective of all ranks.
 
     Args:
-        checkpoint: This rank's; whatever is not sharded is saved from rank 0.
+        checkpoint: The checkpoint of this rank; entries that are not sharded are saved from rank 0.
         path: The folder; rank 0's is used.
         ranks: Makes each step fail on all ranks or on none.
 

@@ -1,8 +1,8 @@
 """A checkpoint's stamp: the classes of its optimizers, and the states of this package's callbacks.
 
 The rest of a checkpoint does not depend on the techniques, so a run may resume it with any other set of them.
-The stamp has its own key, which stock Lightning ignores. State of another optimizer is rejected before any of
-it is used: Lightning would assign whatever happens to fit.
+The stamp has its own key, which stock Lightning ignores. The state of another optimizer is rejected before
+any of it is used: Lightning would assign the entries that happen to fit.
 
 The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, each
 would make a Trainer without that callback warn.

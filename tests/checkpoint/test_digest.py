@@ -62,7 +62,7 @@ def flipped(content: bytes, place: int, bit: int) -> bytes:
 
 
 def damaged(draw: random.Random, good: bytes, other: bytes) -> dict[str, bytes]:
-    """Return a file that was damaged in each way."""
+    """Return the content of damaged files, by kind of damage."""
     place = draw.randrange(1, len(good) - 64)
     return {
         "flip": flipped(good, draw.randrange(len(good)), draw.randrange(8)),

@@ -42,7 +42,7 @@ def checkpoint(value: float = 1.0) -> dict[str, Any]:
 
 
 def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM_RANKS) -> str:
-    """Save as ranks would, one after the other; return the token."""
+    """Save the shards of all ranks in this process; return the token."""
     return save_sharded(path, checkpoint() if content is None else content, num_ranks)
 
 
@@ -175,7 +175,7 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path: Path) -> None:
-    """Between every two things that a save does to the disk; afterwards nothing is left over."""
+    """Between every two changes that a save makes on the disk; the next clean-up leaves nothing over."""
     saved, moments, found = tmp_path / "a.ckpt", list[dict[str, bytes]](), list[int | None]()
 
     def look() -> None:

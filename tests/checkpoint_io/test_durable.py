@@ -89,7 +89,7 @@ def test_a_save_after_the_run_and_weights_only(net: Callable[..., Net], tmp_path
 
 
 class Breaks(Net):
-    """Has a loss of NaN from a step on, and buffers that are not finite on purpose."""
+    """Its loss becomes NaN at a step; two buffers are not finite on purpose."""
 
     breaks_at, make_optimizer = 100, torch.optim.AdamW
 
@@ -136,7 +136,7 @@ def test_no_checkpoint_has_weights_that_are_not_finite(
     "ignore:Be aware that when using `ckpt_path`", "ignore::lightning_eff.core.errors.NoEffectWarning"
 )
 def test_a_resumed_run_keeps_the_checkpoint_that_it_began_from(tmp_path: Path) -> None:
-    """Buffers that are not finite are none of it, also a number that becomes infinite."""
+    """Buffers that were not finite before may stay so; a scalar may become infinite."""
     model, broken = Breaks(), Breaks()
     for each in (model, broken):
         each.make_optimizer = torch.optim.SGD  # it has no state
@@ -148,7 +148,7 @@ def test_a_resumed_run_keeps_the_checkpoint_that_it_began_from(tmp_path: Path) -
 
 
 def hostile(path: Path, victim: str) -> Path:
-    """Name a file as the worst of the top k in a checkpoint, with a correct digest."""
+    """Make a checkpoint name a victim as the worst of its top k, with a correct digest."""
     state = torch.load(path, weights_only=True)
     (key,) = [key for key in state["callbacks"] if key.startswith("ModelCheckpoint")]
     worst = {f"{state['callbacks'][key]['dirpath']}/{victim}": torch.tensor(float("inf"))}

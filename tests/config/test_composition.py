@@ -1,4 +1,4 @@
-"""Each form of composition that works; what Hydra accepts and we reject is in tests/messages.md."""
+"""Forms of composition that work; tests/messages.md has those that are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe or an override must not do: import, be read endlessly, leave files; exit 2 by name.
+"""A recipe or override cannot run code, be read endlessly or leave files: exit code 2, and its key.
 
 Most recipes that YAML or Hydra cannot read are in tests/test_messages.py.
 """

@@ -1,4 +1,4 @@
-"""Constructors take what reads as the type that they declare."""
+"""Constructors accept paths, devices, sets, classes and NumPy numbers for their annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches and micro-batches of an optimizer step: what is read from a config."""
+"""Batches and micro-batches of an optimizer step, as a config sets them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Cell(nn.Module):
 def run(
     compute: Callable[..., Any], step: Step, *, recomputed: bool, backwards: int = 1
 ) -> tuple[Net, list[Tensor]]:
-    """Return blocks, and the gradients of two steps with so many backward passes each."""
+    """Return blocks, and the gradients of two steps with `backwards` backward passes each."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
     net = nn.ModuleList(Cell(compute) for _ in range(3)).double()
@@ -57,7 +57,7 @@ def run(
 
 
 def assert_same(compute: Callable[..., Any], step: Step, backwards: int = 1) -> tuple[Net, Net]:
-    """Compare with the plain run, to the bit."""
+    """Check that gradients equal the plain run to the bit; return the blocks of both runs."""
     plain, expected = run(compute, step, recomputed=False, backwards=backwards)
     net, found = run(compute, step, recomputed=True, backwards=backwards)
     assert any(gradient.any() for gradient in expected)
@@ -234,7 +234,7 @@ def test_module_state_that_changes_after_the_forward_is_reinstated(what: str) ->
 
 
 def changes_itself(cell: Cell, x: Tensor) -> Tensor:
-    """Counts, keeps what it computed, and writes to a tensor that is no buffer."""
+    """Count the calls, keep tensors, and write to a tensor that is not a buffer."""
     cell.count += 1
     cell.kept.append(cell.count)
     cell.seen = getattr(cell, "seen", x.new_zeros(()))

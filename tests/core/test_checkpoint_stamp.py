@@ -51,7 +51,7 @@ def resumed(model: pl.LightningModule, path: Path, **keywords: Any) -> pl.Traine
 
 
 def test_a_resume_that_is_rejected_saves_nothing(net: Maker, tmp_path: Path) -> None:
-    """It would be the newest checkpoint, without an optimizer's state, and the next resume would take it."""
+    """A checkpoint saved then would be the newest one, without the optimizer's state."""
     path = tmp_path / "a.ckpt"
     saved(net(), path, callbacks=[OptimizerChoice(optimizer=SGD)])
     saver = ModelCheckpoint(dirpath=tmp_path / "new", save_on_exception=True)

@@ -20,14 +20,14 @@ CPU = torch.device("cpu")
 
 
 class Event:
-    """Is recorded on a stream after some of its copies."""
+    """An event of CUDA: it marks the number of copies that its stream has started."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.after = stream, stream.copies
 
 
 class Stream:
-    """Notes events as CUDA's does; `waited` is how many copies of each other stream it has waited for."""
+    """Logs waits; `waited` has the number of copies of each other stream that were waited for."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
@@ -43,7 +43,7 @@ class Stream:
 
 
 class Streams(TorchDispatchMode):
-    """Notes which stream a copy is started on; the main stream is the current one outside of a context."""
+    """Logs copies on the side stream; outside of a context the main stream is the current one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Streams(TorchDispatchMode):
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    """Give the CPU streams."""
+    """Replace the streams of CUDA, and let the CPU use them."""
     made = Streams()
     monkeypatch.setattr(host_offload, "STREAMED", ("cpu",))
     monkeypatch.setattr("torch.cuda.Stream", lambda _: made.side)

@@ -25,7 +25,7 @@ from tests.support.models import Net, make_loader, make_trainer
 
 
 class Late(Net):
-    """Makes one of its layers in configure_model, as models do that are sharded."""
+    """Creates one of its layers in configure_model, as sharded models do."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "third"):
@@ -36,7 +36,7 @@ class Late(Net):
 
 
 class Queues(pl.Callback):
-    """Queues one change that writes down when it happened and what it found."""
+    """Queues one change that logs its stage, whether it was new, and whether the late layer existed."""
 
     def __init__(self, stage: Stage, log: list[Any]) -> None:
         self.stage = stage
@@ -106,7 +106,7 @@ class Other(Layer):
 
 
 class Part(nn.Module):
-    """Has the children that it is given."""
+    """A module with any children."""
 
     def __init__(self, **children: nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def mixture() -> nn.Module:
 
 
 def stage() -> nn.Module:
-    """Return a stage of a hierarchical model: its blocks are meant, not the stage."""
+    """Return a stage of a hierarchical model, whose inner blocks are the blocks."""
     return Part(blocks=layers(2), downsample=Layer())
 
 

@@ -49,7 +49,7 @@ def class_of(group: str, name: str) -> str:
 
 @functools.cache
 def findings(overrides: str) -> list[RuleFinding]:
-    """Judge a recipe as `plan` does."""
+    """Return the findings for a recipe, as `plan` computes them."""
     words = ["trainer.accelerator=cpu", "trainer.devices=1", *overrides.split()]
     trainer = build_trainer(composition.compose_recipe("baseline", words).values)
     return rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))

@@ -1,4 +1,4 @@
-"""Tables: columns as wide as their words; where a word must be broken, nothing is lost."""
+"""Tables fit a width; words are broken only where they must be, and none is lost."""
 
 from __future__ import annotations
 
