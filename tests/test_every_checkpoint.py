@@ -38,7 +38,7 @@ SCHEDULE = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma
 
 
 class Double(Deep):
-    """In float64, with a schedule by steps: T1 then tells a wrong rate or a lost momentum from rounding."""
+    """In float64, with a schedule by steps: T1 detects a wrong rate or a lost momentum."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -114,7 +114,7 @@ class SaveAt(pl.Callback):
         self.save(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
-        """Save once: the first batches of the next window leave the number of steps as it is."""
+        """Save once, though several batches have the same number of steps."""
         if trainer.global_step == self.step and not self.path.exists():
             trainer.save_checkpoint(self.path)
 
@@ -161,12 +161,12 @@ STEPS = [
 def test_every_pair_resumes_like_one_plain_run(
     saved: str, step: int, every_pair: bool, plain: Double, tmp_path: Path
 ) -> None:
-    """If not every pair: with everything, and with the next technique of the list."""
+    """If not every pair: under the next technique of the list."""
     path, names = tmp_path / "one.ckpt", list(MODES)
     first, _ = train(MODES[saved], SaveAt(step, path))
     assert_same(first, plain, exact=MODES[saved].exact)
-    after = names[(names.index(saved) + 1) % len(names)]
-    for loaded in MODES if every_pair else dict.fromkeys(("everything", after)):
+    following = names[(names.index(saved) + 1) % len(names)]
+    for loaded in names if every_pair else [following]:
         mode = MODES[loaded]
         try:
             second, _ = train(mode, resume=path)

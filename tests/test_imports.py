@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -20,12 +20,12 @@ def test_imports_run_one_way() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def imports() -> Iterator[tuple[str, str]]:
-    """Yield which module of the package imports which, without the package's own name."""
+@functools.cache
+def imports() -> list[tuple[str, str]]:
+    """Return which module of the package imports which, without the package's own name."""
     graph = grimp.build_graph("lightning_eff", cache_dir=None)
-    for importer in graph.modules:
-        for imported in graph.find_modules_directly_imported_by(importer):
-            yield importer.removeprefix("lightning_eff."), imported.removeprefix("lightning_eff.")
+    pairs = ((a, b) for a in graph.modules for b in graph.find_modules_directly_imported_by(a))
+    return [(a.removeprefix("lightning_eff."), b.removeprefix("lightning_eff.")) for a, b in pairs]
 
 
 def test_a_private_folder_is_its_own_techniques() -> None:

@@ -144,7 +144,7 @@ class AtomicFiles(CheckpointIO):
 
     def _write(self, target: Path, fill: Callable[[Any], object]) -> None:
         start = time.perf_counter()
-        with disk_errors(target, fill):
+        with disk_errors(target):
             written = write_with_digest(target, fill)
         # Test once per run that what was saved can be loaded; `meta` and mmap read no values.
         if not self._statistics.num_saves:

@@ -25,7 +25,6 @@ import stat
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from lightning_eff.checkpoint.digest import FIRST_BYTES, DigestWriter, open_regular
@@ -176,10 +175,8 @@ def writer_lock(folder: Path) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, fill: Callable[[Any], object]) -> Generator[None]:
-    """Explain a disk error in a save to `path`: cause, bytes needed and free, leftover files, remedy.
-
-    `fill` writes the checkpoint to a file object, here only to measure its size.
+def disk_errors(path: Path) -> Generator[None]:
+    """Explain a disk error in a save to `path`: its cause, the free space, leftover files, a remedy.
 
     Raises:
         CheckpointError: The disk failed.
@@ -187,14 +184,11 @@ def disk_errors(path: Path, fill: Callable[[Any], object]) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        sizes: list[int] = []
-        # torch 2.13 ignores the return value of `write`.
-        fill(SimpleNamespace(write=lambda data: sizes.append(len(data)), flush=lambda: None))
         folder = next((path for path in path.absolute().parents if os.access(path, os.F_OK)), Path("/"))
         left = "the previous checkpoint is unchanged" if os.path.lexists(path) else "no partial file is left"
-        needed, free = human_bytes(sum(sizes)), human_bytes(shutil.disk_usage(folder).free)
+        free = human_bytes(shutil.disk_usage(folder).free)
         text = f"checkpoint {path} was not saved: {error.strerror or error}"
-        text += f"\n  it needs {needed}, {free} are free; {left}\n  try: {REMEDY}"
+        text += f"\n  {free} are free; {left}\n  try: {REMEDY}"
         raise CheckpointError(text) from error
 
 

@@ -204,20 +204,17 @@ def read_index(path: Path) -> Index:
 
     loaded = read_with(path / INDEX, content)
     loaded = loaded if isinstance(loaded, dict) else {}
-    version = loaded.get("version")
-    # type() instead of isinstance: True == 1, and a file may hold anything.
-    if loaded.get("format") != FORMAT or type(version) is not int or version != VERSION:
+    # A file may hold anything. The token becomes part of file names, and a path in it could leave the folder.
+    types = {"format": str, "version": int, "token": str, "digests": list, "checkpoint": dict}
+    if (
+        any(type(loaded.get(key)) is not kind for key, kind in types.items())
+        or (loaded["format"], loaded["version"]) != (FORMAT, VERSION)
+        or not _TOKEN.fullmatch(loaded["token"])
+        or {*map(type, loaded["digests"])} != {str}  # also if the list is empty
+    ):
         text = f"checkpoint {path / INDEX} is not loaded: it is not an index of version {VERSION}"
         raise CheckpointError(text)
-    # The token becomes part of file names, so its form is checked: a path in it could leave the folder.
-    token, digests, checkpoint = (loaded.get(key) for key in ("token", "digests", "checkpoint"))
-    if (
-        not (isinstance(token, str) and _TOKEN.fullmatch(token) and isinstance(checkpoint, dict))
-        or not isinstance(digests, list)
-        or {*map(type, digests)} != {str}  # also if the list is empty
-    ):
-        raise CheckpointError(f"checkpoint {path / INDEX} is not loaded: it does not list its shards")
-    return Index(path, token, tuple(digests), checkpoint)
+    return Index(path, loaded["token"], tuple(loaded["digests"]), loaded["checkpoint"])
 
 
 def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
@@ -326,7 +323,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
     """Save a checkpoint with DTensors to a folder, or keep the previous one; a collective of all ranks.
 
     Args:
-        checkpoint: This rank's; whatever is not sharded is saved from rank 0.
+        checkpoint: The checkpoint of this rank; entries that are not sharded are saved from rank 0.
         path: The folder; rank 0's is used.
         ranks: Makes each step fail on all ranks or on none.
 
@@ -338,7 +335,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
     """
     with contextlib.ExitStack() as saving:  # ends with rank 0's clean-up
         # 1. Rank 0 creates the folder, locks it against clean-up and names the save.
-        with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(checkpoint, file)):
+        with ranks.all_or_none() as step, disk_errors(path):
             if ranks.rank == 0:
                 step.local = {"path": str(path), "token": saving.enter_context(new_save(path))}
         path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]
@@ -346,12 +343,12 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
         # order.
         rest, rows = split_shards(checkpoint, _own_rows)
         # 2. Each rank writes its shard.
-        with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(rows, file)):
+        with ranks.all_or_none() as step, disk_errors(path):
             shard = write_shard(path, token, ranks.rank, ranks.size, rows)
             step.local = {"digest": shard.digest, "bytes": shard.num_bytes}
         shards = step.gathered
         # 3. Rank 0 replaces the index. Only now does the folder hold the new checkpoint.
-        with ranks.all_or_none() as step, disk_errors(path, lambda file: torch.save(rest, file)):
+        with ranks.all_or_none() as step, disk_errors(path):
             if ranks.rank == 0:
                 index = write_index(path, token, [shard["digest"] for shard in shards], rest)
                 step.local["bytes"] = index.num_bytes

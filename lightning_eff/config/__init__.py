@@ -5,6 +5,6 @@ values from which `run.py` builds a run. It calls, in this order: `overrides.py`
 `recipes.py` (Hydra's loader for a recipe, and the recipe's own choices), `strict_yaml.py` (its files),
 `resolution.py` (keys, and settings that do not apply), `validate.py` (classes, types and folders).
 
-`hydra_errors.py` and `habits.py` add remedies to errors. `sweeps.py` checks the runs of a sweep, `loggers.py`
-the loggers; `ckpt_path.py` finds checkpoints.
+`hydra_errors.py` adds remedies to errors. `sweeps.py` checks the runs of a sweep, `loggers.py` the loggers;
+`ckpt_path.py` finds checkpoints.
 """

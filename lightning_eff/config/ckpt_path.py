@@ -17,7 +17,7 @@ from lightning_eff.checkpoint.safe_load import load_plain
 from lightning_eff.checkpoint.stored_weights import newest_valid, outline
 from lightning_eff.config.strict_yaml import read_yaml
 from lightning_eff.core.catalog import RESOLVED
-from lightning_eff.core.checkpoint_stamp import LIGHTNING_VERSION, check_types, nested_dict
+from lightning_eff.core.checkpoint_stamp import LIGHTNING_VERSION, nested_dict
 from lightning_eff.core.errors import CheckpointError, ConfigError, UsageError, check_path
 from lightning_eff.core.model_surgery import AddsAdapters
 from lightning_eff.core.rules import callbacks_of
@@ -106,13 +106,13 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
-    """Return a config whose adapter base is a file, resolved from a folder of runs; check the base.
+    """Return a config whose adapter base is a file, resolved from a folder of runs.
 
     The newest run in that folder changes with the next run. A run that resumes from `ckpt_path` therefore
-    keeps the previous run's base. A missing base is left to PeftAdapter, which reports it on loading.
+    keeps the previous run's base. PeftAdapter reports a missing or damaged base when it loads it.
 
     Raises:
-        ConfigError: The base is not a path, or is damaged.
+        ConfigError: The base is not a path.
     """
     base = _base_in(values)
     if base is None:
@@ -126,12 +126,7 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
         found = previous if previous is not None and Path(previous).suffix else newest_valid(Path(base))
         if found is None:
             return values
-        base = str(found)
-        values = _replace_base(values, base)
-    path = Path(base).expanduser()
-    is_one = path.suffix == ".safetensors" or not path.is_dir() or sharded.is_sharded_checkpoint(path)
-    if path.exists() and is_one:
-        _read_without_tensors(path, BASE, base)
+        values = _replace_base(values, str(found))
     return values
 
 
@@ -147,21 +142,6 @@ def _replace_base(values: Mapping[str, Any], base: str) -> Mapping[str, Any]:
     return {**values, "callbacks": {**values["callbacks"], "peft_adapter": adapter}}
 
 
-def _read_without_tensors(path: Path, key: str, value: str) -> Any:
-    """Return a checkpoint's content with tensors on the meta device; its digest is verified."""
-    try:
-        if key == BASE and path.suffix == ".safetensors":
-            return read_with(path, lambda _: None)  # it has no digest; stored_weights.py reads it
-        if path.is_dir():
-            return sharded.verified_index(path).checkpoint
-        read_with(path, verify)
-        return load_plain(path, map_location="meta", mmap=True)
-    except (CheckpointError, OSError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        allowed = f"a checkpoint of tensors and plain values ({reason})"
-        raise ConfigError(key, value, allowed=allowed) from error
-
-
 def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
     """Return the content of a checkpoint that a Trainer is about to load, with tensors on the meta device.
 
@@ -169,11 +149,19 @@ def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
         CheckpointError: It holds an adapter, and the run has none.
         ConfigError: It is damaged, or was not written by a Trainer.
     """
-    saved = _read_without_tensors(path, "ckpt_path", str(path))
+    try:
+        if path.is_dir():
+            saved: Any = sharded.verified_index(path).checkpoint
+        else:
+            read_with(path, verify)
+            saved = load_plain(path, map_location="meta", mmap=True)
+    except (CheckpointError, OSError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        allowed = f"a checkpoint of tensors and plain values ({reason})"
+        raise ConfigError("ckpt_path", str(path), allowed=allowed) from error
     if not isinstance(saved, Mapping) or LIGHTNING_VERSION not in saved:
         allowed = "a checkpoint of a Trainer; this file has other content"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
-    check_types(saved, path)
     if CHECKPOINT_KEY in saved and not any(isinstance(c, AddsAdapters) for c in callbacks_of(trainer)):
         # PyTorch would list every key that the model lacks.
         raise CheckpointError(
@@ -191,14 +179,12 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
         CheckpointError, ConfigError: As in `read_for`.
     """
     saved = read_for(path, trainer)
-    counts = {key: count for key, count in saved.items() if isinstance(count, int)}
     progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
-    by_epochs = progress.get("is_last_batch", True)  # a whole epoch was trained
-    done = {"steps": counts.get("global_step", 0), "epochs": counts.get("epoch", 0) + 1}
-    for unit, limit in {
-        "steps": trainer.max_steps,
-        "epochs": trainer.max_epochs if by_epochs else None,
-    }.items():
+    limits = {"steps": trainer.max_steps}
+    if progress.get("is_last_batch", True):  # otherwise the last epoch is incomplete
+        limits["epochs"] = trainer.max_epochs
+    done = {"steps": saved.get("global_step", 0), "epochs": saved.get("epoch", 0) + 1}  # epochs count from 0
+    for unit, limit in limits.items():
         if limit is not None and 0 <= limit <= done[unit]:
             allowed = f"more than the {done[unit]} {unit} that {path} has already trained"
             key = f"trainer.max_{unit}"
@@ -233,11 +219,8 @@ def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
 
 def _best(newest: Path) -> Path:
     """Return the best checkpoint of a run, as recorded by ModelCheckpoint in the newest one."""
-    content = outline(newest)
-    recorded: Any = content.get("callbacks") if isinstance(content, Mapping) else None
-    listed = recorded.values() if isinstance(recorded, Mapping) else ()
-    states = [state for state in listed if isinstance(state, Mapping) and "best_model_path" in state]
-    monitored = [state for state in states if state.get("monitor") is not None]
+    states = map(nested_dict, nested_dict(outline(newest), "callbacks").values())
+    monitored = [s for s in states if "best_model_path" in s and s.get("monitor") is not None]
     # The run may have been moved, and text from a checkpoint is not trusted as a path: only the name is used,
     # in the newest checkpoint's folder. A resumed run that has not improved yet names a file of the previous
     # run.

@@ -81,13 +81,13 @@ def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = 
     loader = RecipeLoader(recipe, path)
     with _habits_explained(parsed):
         chain = loader.read_chain(parsed)
-    # Hydra has one global config: save an outer job's.
-    outer_config = HydraConfig.instance().cfg
-    setbase(VERSION_BASE)
-    try:
-        yield RecipeApp(recipe, loader, parsed, chain)
-    finally:
-        HydraConfig.instance().cfg = outer_config
+        # Hydra has one global config: save an outer job's.
+        outer_config = HydraConfig.instance().cfg
+        setbase(VERSION_BASE)
+        try:
+            yield RecipeApp(recipe, loader, parsed, chain)
+        finally:
+            HydraConfig.instance().cfg = outer_config
 
 
 class RecipeApp:
@@ -111,11 +111,10 @@ class RecipeApp:
     @keep_overrides()
     def check(self, run_dir: Path | None = None, *, writes: bool = True) -> Composed:
         """Compose the run and check it; a second call checks it with another `run_dir`."""
-        with _habits_explained(self.overrides):
-            composed = self._check(self.config(), self.overrides, run_dir)
-            if writes:
-                check_write_access(Path(composed.values["output_root"]))
-            return composed
+        composed = self._check(self.config(), self.overrides, run_dir)
+        if writes:
+            check_write_access(Path(composed.values["output_root"]))
+        return composed
 
     def config(self) -> DictConfig:
         """Return the config composed by Hydra."""
@@ -128,27 +127,26 @@ class RecipeApp:
         Returns:
             The sweep's folder, and the metric that it optimizes.
         """
-        with _habits_explained(self.overrides):
-            cfg = self.loader.compose(self._lines, RunMode.MULTIRUN)
-            check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
-            hydra_overrides = list(cfg.hydra.overrides.hydra)
-            with _explained():
-                sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
-            # The order of Hydra's sweepers: their own parameters come first.
-            lines = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-            lines += cfg.hydra.overrides.task
-            metric: str | None = None
-            jobs = sweeps.runs_to_check(lines, is_grid=sweeper["_target_"] == sweeps.GRID)
-            for job in jobs:
-                # The same list as in Hydra's `load_sweep_config`, which thus reuses this composition.
-                overrides = parse_overrides(job)
-                cfg_of_job = self.loader.compose([*hydra_overrides, *job])
-                composed = self._check(cfg_of_job, overrides, chain=self.loader.read_chain(overrides))
-                metric = composed.values.get(sweeps.METRIC)
-                sweeps.check_metric(sweeper, metric, composed.values)
-                check_write_access(Path(composed.values["output_root"]))
-                sweeps.check_storage(sweeper, Path(composed.values["output_root"]).resolve())
-            return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
+        cfg = self.loader.compose(self._lines, RunMode.MULTIRUN)
+        check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
+        hydra_overrides = list(cfg.hydra.overrides.hydra)
+        with _explained():
+            sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
+        # The order of Hydra's sweepers: their own parameters come first.
+        lines = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+        lines += cfg.hydra.overrides.task
+        metric: str | None = None
+        jobs = sweeps.runs_to_check(lines, is_grid=sweeper["_target_"] == sweeps.GRID)
+        for job in jobs:
+            # The same list as in Hydra's `load_sweep_config`, which thus reuses this composition.
+            overrides = parse_overrides(job)
+            cfg_of_job = self.loader.compose([*hydra_overrides, *job])
+            composed = self._check(cfg_of_job, overrides, chain=self.loader.read_chain(overrides))
+            metric = composed.values.get(sweeps.METRIC)
+            sweeps.check_metric(sweeper, metric, composed.values)
+            check_write_access(Path(composed.values["output_root"]))
+            sweeps.check_storage(sweeper, Path(composed.values["output_root"]).resolve())
+        return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 
     def run(self, job: Callable[[DictConfig], Any], run_dir: Path, *, save_config: bool) -> Any:
         """Let Hydra create `run_dir`, with `.hydra/` if `save_config`, and call `job`; return its result."""
@@ -166,8 +164,7 @@ class RecipeApp:
 
         Keys and choices are checked. Classes are not, since that would import them.
         """
-        with _habits_explained(self.overrides):
-            check_keys(self.config(), self.overrides, self.chain)
+        check_keys(self.config(), self.overrides, self.chain)
         with _explained():
             if info is not None:
                 self._hydra.show_info(info, self.recipe, self._lines)

@@ -1,6 +1,8 @@
 """Explain a composition error in one or two lines: the key or option at fault and the nearest name.
 
-Hydra's advice to append a misspelt key with `+` is left out. `recipes.py` and `composition.py` call it.
+Hydra's advice to append a misspelt key with `+` is left out. A word of another tool gets the equivalent
+override from `habits.yaml`, but only if it cannot be used: a user's option of that name has precedence.
+`recipes.py` and `composition.py` call this module.
 """
 
 from __future__ import annotations
@@ -8,11 +10,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 
-from lightning_eff.config.habits import proposals
 from lightning_eff.config.strict_yaml import YamlDocument
 from lightning_eff.config.validate import TOP_LEVEL
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, RECIPES, parameter_keys
@@ -82,8 +85,6 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
         known = suggest_name(key.partition(".")[0], TOP_LEVEL)
         hint = f"did you mean {' or '.join(paths[:3])}?" if paths else known
         return f"{key}: no such key; {hint}"
-    while cause is not None and not str(cause).strip() and cause.__cause__ is not None:
-        cause = cause.__cause__
     reason = f" ({str(cause).strip().splitlines()[0]})" if str(error) and str(cause or "").strip() else ""
     return f"{first}{reason}"
 
@@ -112,3 +113,31 @@ def _meant_by(item: Override, text: str) -> Sequence[str]:
     if item.is_delete() or not (is_unknown or text.startswith((NO_NAME, *begins))):
         return ()
     return proposals(key, item.get_value_string())
+
+
+def read_habits() -> dict[str, tuple[str, ...]]:
+    """Return the overrides that each key, or each key with a value, of another tool may mean: habits.yaml."""
+    text = Path(__file__).with_name("habits.yaml").read_text(encoding="utf-8")
+    rows: dict[str, str] = yaml.safe_load(text)
+    return {
+        word: tuple(text.replace("{key}", word) for text in meaning.split(" | "))
+        for meaning, words in rows.items()
+        for word in words.split()
+    }
+
+
+def proposals(key: str, value: str) -> Sequence[str]:
+    """Return the overrides that `key=value` may mean; empty if the table lacks it.
+
+    Several proposals are alternatives: which one is right depends on the recipe's model.
+
+    Example:
+        >>> proposals("batch_size", "8"), proposals("trainer.precision", "bf16-mixed"), proposals("sed", "1")
+        (('data.batch_size=8',), ('precision=bf16_mixed',), ())
+    """
+    habits = read_habits()
+    row = habits.get(f"{key}={value.lower()}") or habits.get(key) or ()
+    found = tuple(text.replace("{}", value) for text in row)
+    if len(found) == 1:
+        return proposals(*found[0].split("=", 1)) or found  # it may be a habit itself: trainer.strategy=zero2
+    return found

@@ -40,6 +40,7 @@ def ended(trainer: pl.Trainer) -> Generator[None]:
         yield
         exit_code = 0
     finally:
+        # Only rank 0 has runs of these services.
         for each in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(each, WandbLogger):
                 sys.modules["wandb"].finish(exit_code)

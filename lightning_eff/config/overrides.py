@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -31,23 +30,8 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([line])
         except (OverrideParseException, RecursionError, ValueError) as error:
             shown = line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."
-            raise UsageError(f"{shown}: {NO_OVERRIDE}{_quoted(line)}") from error
+            raise UsageError(f"{shown}: {NO_OVERRIDE}") from error
     return parsed
-
-
-def _quoted(line: str) -> str:
-    """Return a remedy that quotes a value with special characters; empty if that would not help."""
-    key, is_assignment, value = line.partition("=")
-    is_list = any(sign in value for sign in "[]{}(),")  # probably a slip in it
-    if not is_assignment or is_list or len(line) > MAX_SHOWN:
-        return ""
-    escaped = value.replace('"', '\\"')  # a backslash stands for itself, unless it is the last character
-    quoted = f'{key}="{escaped}"'
-    try:
-        OverridesParser.create().parse_overrides([quoted])
-    except (OverrideParseException, RecursionError, ValueError):
-        return ""
-    return f"\n  try: {shlex.quote(quoted)}  # Hydra's quotes inside the shell's"
 
 
 def allow_new_keys(
@@ -70,6 +54,7 @@ def allow_new_keys(
         if _is_choice(item):
             continue
         if key and not item.is_delete() and group in TOP_LEVEL:
+            # `++` adds the key or replaces its value.
             line = "++" + line.lstrip("+")
         elif group in may_be_unlisted and group not in listed and not item.is_delete():
             line = "+" + line.lstrip("+")

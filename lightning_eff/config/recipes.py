@@ -146,10 +146,12 @@ class RecipeChain:
             return {option}
         package = loaded.header["package"] or ""
         parent, _, own = package.rpartition(".")
+        # The file begins with `# @package callbacks.NAME`.
         if parent == group:
             return {own}
         if "_target_" in loaded.config or package:
             return {option}
+        # A file of several options: its own keys, and the options that it lists.
         inside = [each for each in loaded.defaults_list or () if isinstance(each, ConfigDefault)]
         others = [str(each.path).removeprefix(f"/{group}/") for each in inside if not each.is_self()]
         return {str(key) for key in loaded.config} | self.names(group, others)

@@ -24,8 +24,6 @@ from yaml.error import MarkedYAMLError
 from lightning_eff.core.errors import UsageError
 
 NO_MAPPING = "expected lines of key: value"
-_PREFIX = "tag:yaml.org,2002:"
-_PLAIN_TAGS = {f"{_PREFIX}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
 @dataclass(frozen=True)
@@ -39,24 +37,14 @@ class YamlDocument:
 
 
 class _Loader(get_yaml_loader()):
-    """OmegaConf's loader, which rejects duplicate keys and reads dates as strings; checks each node first."""
+    """OmegaConf's loader: it rejects duplicate keys and Python objects, and reads dates as strings."""
 
-    def get_single_node(self) -> yaml.Node | None:
-        root: yaml.Node | None = super().get_single_node()
-        seen: set[int] = set()
-        nodes: list[tuple[Any, Any]] = [] if root is None else [(root, root)]
-        for node, place in nodes:  # the loop extends the list
-            problem = "aliases are not read: ${key} refers to another value" if id(node) in seen else ""
-            if node.tag not in _PLAIN_TAGS:
-                problem = f"tag {node.tag.replace(_PREFIX, '!!')} is not allowed: expected plain values"
-            if problem:
-                raise MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
-            seen.add(id(node))
-            if isinstance(node, yaml.SequenceNode):
-                nodes += [(item, item) for item in node.value]
-            elif isinstance(node, yaml.MappingNode):  # an alias is at its key, not where it points to
-                nodes += [(inner, key) for key, value in node.value for inner in (key, value)]
-        return root
+    @override
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            problem = "aliases are not read: ${key} refers to another value"
+            raise MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
 
 def is_file(path: Path) -> bool:

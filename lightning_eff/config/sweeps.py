@@ -54,6 +54,7 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
             choices[key] = [f"{key}={interval.start}"]
     if is_grid:
         return [list(combination) for combination in itertools.product(*choices.values())]
+    # One run with the first value of each key; then each other value once, next to first values.
     first = {key: values[0] for key, values in choices.items()}
     others = [{**first, key: value} for key, values in choices.items() for value in values[1:]]
     return [list(run.values()) for run in (first, *others)]

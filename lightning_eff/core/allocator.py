@@ -47,6 +47,7 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.accelerator.memory_reserved(device)
     statm = Path("/proc/self/statm")
+    # The second number counts resident pages.
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 

@@ -98,6 +98,7 @@ def accepts(hint: Any, value: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(accepts(arg, value) for arg in args)
     if origin is Literal:
+        # The type as well, since True == 1.
         return any(type(value) is type(arg) and value == arg for arg in args)
     items = _items(origin, args, value) if args else None
     if items is not None:

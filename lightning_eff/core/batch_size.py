@@ -113,5 +113,6 @@ def micro_batches_per_step(values: Mapping[str, Any], num_ranks: int) -> int:
     if isinstance(batch_size, int) and isinstance(global_size, int):
         count = max(1, math.ceil(global_size / (batch_size * num_ranks)))
     if isinstance(batch_size, int) and isinstance(micro_size, int):
+        # Rounded up: the last micro-batch of a batch may be smaller.
         count *= max(1, math.ceil(batch_size / micro_size))
     return count

@@ -1,4 +1,4 @@
-"""Everything besides its tensors that a call of a module depends on, recorded to compute the call again.
+"""Record the state that a call of a module depends on, besides its input tensors, to compute the call again.
 
 Gradient checkpointing and `callbacks/tiled_mlp` recompute calls with it; microbatching's mean check compares
 calls. Recorded at the call:
@@ -10,10 +10,10 @@ calls. Recorded at the call:
 - which parameters are trained,
 - the state of random generators (the modules' own, NumPy's and Python's; checkpoint handles torch's).
 
-Before the second computation all of it is reinstated, and removed afterwards, with whatever that computation
-wrote. Tensors are referenced, not copied. The exception are tensors that belong to the modules and are not
-parameters: a forward may write to them (batch statistics, counters). If any other tensor has changed, the
-call is not computed again.
+For the second computation this state is reinstated. Afterwards the state from before it returns, without the
+writes of that computation. Tensors are referenced, not copied. Exceptions are buffers and other tensors of
+modules that are not parameters: a forward may write to them (batch statistics, counters). If any other tensor
+has changed, the call is not computed again.
 """
 
 from __future__ import annotations
@@ -120,8 +120,6 @@ class CallState:
             self._states.append((read, write, read()))
         elif kind == "container":
             self._note_content(value, has_objects=has_objects)
-            if type(value) not in (dict, OrderedDict, list, set):  # Hugging Face's ModelOutput has both
-                self._note_content(getattr(value, "__dict__", None), has_objects=has_objects)
         elif kind == "object" and has_objects:
             self._note_content(getattr(value, "__dict__", None), has_objects=is_dataclass(value))
         return value
@@ -216,19 +214,7 @@ def _kind(kind: type) -> str:
         "tuple": tuple,
         "container": (dict, list, set, deque),
         "generator": (torch.Generator, random.Random, np.random.RandomState, np.random.Generator),
-        "": (
-            nn.Module,
-            ModuleType,
-            type,
-            NoneType,
-            int,
-            float,
-            complex,
-            str,
-            bytes,
-            torch.dtype,
-            torch.device,
-        ),
+        "": (nn.Module, ModuleType, type, NoneType, int, float, str),
     }
     other = "" if issubclass(kind, Callable) else "object"
     return next((name for name, classes in kinds.items() if issubclass(kind, classes)), other)
@@ -254,29 +240,23 @@ def _content(container: Any) -> Any:
 
 
 def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
-    """Set a container's content, with copies of tensors by id; return its previous content.
-
-    Does nothing if it contains the same objects in the same order.
-    """
-    is_dict = isinstance(container, dict)
-    if copies:
-        new = [copies.get(id(value), value) for value in (content.values() if is_dict else content)]
-        content = dict(zip(content, new, strict=True)) if is_dict else new
-    if len(container) == len(content):
-        values = (container.values(), content.values()) if is_dict else (container, content)
-        if all(map(operator.is_, *values)) and (not is_dict or list(container) == list(content)):
-            return content
+    """Set a container's content, with copies of tensors by id; return its previous content."""
     now = _content(container)
-    if is_dict:
-        # FSDP2 swaps shards and full parameters itself.
-        values = (*now.values(), *content.values())
-        if any(isinstance(value, DTensor) and isinstance(value, nn.Parameter) for value in values):
-            return now
+    if not isinstance(container, dict):
+        new = [copies.get(id(value), value) for value in content]
+        # Only if it differs: a set that is filled again may have another order.
+        if len(now) != len(new) or not all(map(operator.is_, now, new)):
+            container.clear()
+            (container.update if isinstance(container, set) else container.extend)(new)
+        return now
+    new = {key: copies.get(id(value), value) for key, value in content.items()}
+    if list(now) == list(new) and all(map(operator.is_, now.values(), new.values())):
+        return now
+    # FSDP2 swaps shards and full parameters itself.
+    values = (*now.values(), *new.values())
+    if not any(isinstance(value, DTensor) and isinstance(value, nn.Parameter) for value in values):
         kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
         kind.clear(container)  # called on the base class: a subclass may forbid it
-        for key, value in content.items():
+        for key, value in new.items():
             kind.__setitem__(container, key, value)
-    else:
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(content)
     return now

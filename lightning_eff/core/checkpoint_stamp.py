@@ -1,11 +1,11 @@
 """A checkpoint's stamp: the classes of its optimizers, and the states of this package's callbacks.
 
 The rest of a checkpoint does not depend on the techniques, so a run may resume it with any other set of them.
-The stamp has its own key, which stock Lightning ignores. State of another optimizer is rejected before any of
-it is used: Lightning would assign whatever happens to fit.
+The stamp has its own key, which stock Lightning ignores. The state of another optimizer is rejected before
+any of it is used: Lightning would assign the entries that happen to fit.
 
-The states of this package's callbacks are stored there too. With the states of Lightning's callbacks, a
-Trainer without these callbacks would warn about each of them.
+The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, each
+would make a Trainer without that callback warn.
 
 If `max_steps` ends a run, Lightning 2.6 saves it as if its epoch were complete, wherever in the epoch it was.
 A resumed run would skip the rest of that epoch and, with a stateful loader, the start of the next one. At the
@@ -19,7 +19,6 @@ content of a stamp is untrusted data: it is only compared, and shortened for dis
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,17 +34,8 @@ from lightning_eff.core.technique import name_of
 KEY = "lightning_eff"
 """Key of the stamp in a checkpoint."""
 LIGHTNING_VERSION = "pytorch-lightning_version"
-TYPES: dict[str, type] = {
-    **dict.fromkeys(("state_dict", "callbacks", "loops", KEY), Mapping),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
-    **dict.fromkeys(("epoch", "global_step"), int),
-    LIGHTNING_VERSION: str,
-}
-STAMP_TYPES = {"optimizers": list, "states": Mapping, "positions": list, "flags": Mapping}
-SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-"""Keys that schedulers write into parameter groups and read back."""
 MAX_CHARACTERS = 60
-MAX_SHOWN = 6
+"""Longest class name of a checkpoint that a message shows."""
 
 
 def save_stamp(
@@ -70,26 +60,11 @@ def state_layout(optimizer: Any) -> str:
     return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
-def check_types(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Check the types of the entries that Lightning and this package read from a Trainer's checkpoint.
-
-    Raises:
-        CheckpointError: A type differs, so the file is damaged.
-    """
-    for part, types in ((checkpoint, TYPES), (nested_dict(checkpoint, KEY), STAMP_TYPES)):
-        for key, kind in types.items():
-            is_right = key not in part or isinstance(part[key], kind)
-            if not is_right or (kind is str and not re.match(r"\d+\.\d+", part.get(key, "2.0"))):
-                text = f"checkpoint {path} is not loaded: its {key!r} is damaged"
-                raise CheckpointError(f"{text}\n  try: ckpt_path=PATH of another checkpoint")
-
-
 def load_stamp(
     self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
 ) -> None:
     """Restore this callback's state and the position in the epoch: the hook `on_load_checkpoint`."""
     del pl_module
-    check_types(checkpoint, trainer.ckpt_path)
     count_untrained_batches(checkpoint)
     undo_premature_epoch_end(trainer, checkpoint)
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
@@ -103,7 +78,7 @@ def load_stamp(
 
 
 def check_on_restore(trainer: pl.Trainer) -> None:
-    """Check the optimizers right before their states are loaded, when they are known; once for all callers.
+    """Check the optimizers right before their states are loaded; several calls cause one check.
 
     The load then raises a ConfigError for another optimizer's state, and a CheckpointError for non-finite
     trained weights.
@@ -122,7 +97,8 @@ def check_on_restore(trainer: pl.Trainer) -> None:
                 text = f"checkpoint {trainer.ckpt_path} is not loaded: {parameters_have(sorted(broken))} "
                 text += "values that are not finite\n  try: ckpt_path=PATH of an earlier checkpoint"
                 raise CheckpointError(text)
-            check_optimizers(trainer.optimizers, states, kinds=nested_dict(checkpoint, KEY).get("optimizers"))
+            names = nested_dict(checkpoint, KEY).get("optimizers")
+            check_optimizers(trainer.optimizers, states, names=names)
             load_states(checkpoint)
         except Exception:
             # Nothing was trained, but a checkpoint saved now would be the newest one.
@@ -139,46 +115,24 @@ def save_nothing_on_exception(trainer: pl.Trainer) -> None:
             saver.save_on_exception = False
 
 
-def _shorten(name: object) -> str:
-    """Return a name from a checkpoint for display: shortened, without control characters."""
-    return repr(str(name)[:MAX_CHARACTERS])[1:-1]
+def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names: Any = None) -> None:
+    """Check the number of saved optimizer states and, if the checkpoint has `names`, their classes.
 
-
-def _sum(sizes: Sequence[int]) -> str:
-    return " + ".join(map(str, sizes[:MAX_SHOWN])) + (" + ..." if len(sizes) > MAX_SHOWN else "")
-
-
-def check_optimizers(optimizers: Sequence[Any], states: Any, *, kinds: Any = None) -> None:
-    """Check that saved states belong to this run's optimizers, by class if the checkpoint names classes.
+    Lightning 2.6 ignores states beyond the number of optimizers, and torch assigns the state of any class.
+    torch itself rejects other groups or numbers of parameters.
 
     Raises:
-        ConfigError: Number, classes, groups or numbers of parameters differ.
+        ConfigError: The number or a class differs.
     """
-    saved: list[Sequence[Any]] = [nested_dict(state).get("param_groups") or () for state in states]
-    if saved and len(saved) != len(optimizers):
-        now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(saved)))
+    if states and len(states) != len(optimizers):
+        now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(states)))
         raise _mismatch(now, f"{before}, as in the checkpoint")
-    names = kinds if isinstance(kinds, list) and len(kinds) == len(saved) else [None] * len(saved)
-    for optimizer, groups, name in zip(optimizers, saved, names, strict=True):
-        own = state_layout(optimizer)
-        if name and name != own:
-            raise _mismatch(own, f"{_shorten(name)}, with which the checkpoint was saved")
-        # Without a class name, the options identify the class; a newer release only adds options.
-        # A different number of groups is reported below, by their sizes.
-        for group, options in zip(optimizer.param_groups, () if name else groups, strict=False):
-            missing = [key for key in optimizer.defaults if key not in options]
-            extra = [key for key in options if key not in group and key not in SCHEDULE_KEYS]
-            if missing and extra:
-                text = f"an optimizer with the option {_shorten(extra[0])} and without {missing[0]}"
-                raise _mismatch(own, f"{text}, with which the checkpoint was saved")
-        # DeepSpeed steps flattened tensors; its strategy keeps the parameters' groups in `whole_groups`.
-        sizes, own_sizes = (
-            [len(nested_dict(group).get("params") or ()) for group in some]
-            for some in (groups, getattr(optimizer, "whole_groups", optimizer.param_groups))
-        )
-        if sizes != own_sizes:
-            text = f"groups of {_sum(sizes)} tensors, as in the checkpoint, not {_sum(own_sizes)}"
-            raise _mismatch(own, f"{text} (norms and biases may be in a separate group)")
+    if isinstance(names, list) and len(names) == len(states):
+        for optimizer, name in zip(optimizers, names, strict=False):
+            own = state_layout(optimizer)
+            if name != own:
+                saved = repr(str(name)[:MAX_CHARACTERS])[1:-1]
+                raise _mismatch(own, f"{saved}, with which the checkpoint was saved")
 
 
 def _mismatch(value: str, expected: str) -> ConfigError:

@@ -30,16 +30,14 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
         return DtypeSupport(native=True, why="every device computes float32")
     if device_type == "cpu":
         # Check the instructions: oneDNN runs bf16 on plain AVX-512 too, but emulates it slowly.
-        get_capabilities = getattr(torch.cpu, "get_capabilities", None)  # absent from older releases
-        if get_capabilities is None:
-            why = f"torch {torch.__version__} cannot detect whether this CPU computes {name}"
-            return DtypeSupport(native=False, why=why)
-        capabilities = get_capabilities()
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # absent from older releases
         short = {"bfloat16": "bf16", "float16": "fp16"}[name]
         units = [f"amx_{short}", f"avx512_{short}", f"arm_{short}"]
         unit = next((unit for unit in units if capabilities.get(unit)), None)
         if unit is None:
-            return DtypeSupport(native=False, why=f"this CPU has no {name} instructions and emulates them")
+            return DtypeSupport(
+                native=False, why=f"torch finds no {name} instructions on this CPU, which emulates them"
+            )
         return DtypeSupport(native=True, why=f"this CPU computes {name} ({unit})")
     native = True
     if dtype == torch.bfloat16 and device_type == "cuda":

@@ -1,8 +1,8 @@
 """Errors, warnings, remedies and exit codes: everything that a message consists of.
 
-An error names key, value, allowed values and remedies. A remedy has two forms: an override of a recipe, and
-Python for a plain Trainer. Its text is the form for the reader. Inside `keep_overrides` it is the override;
-the command line and the function that builds a recipe's run enter it. Elsewhere it is the Python.
+An error names key, value, allowed values and remedies. A remedy has two forms: an override for a recipe, and
+Python for a plain Trainer. Inside `keep_overrides` its text is the override, elsewhere the Python. The
+command line and the functions that build a recipe's run enter that context.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ OUT_OF_MEMORY = (
     "out_of_device_memory",  # SYCL, used by XPU
     "out_of_host_memory",
     "memoryallocation",  # cudaErrorMemoryAllocation, hipErrorMemoryAllocation
-    "resource_exhausted",  # XLA
 )
 """Texts, in lower case, of OOM errors from backends that have no class for them."""
 MAX_VALUE_CHARACTERS = 300
@@ -98,27 +97,18 @@ def keep_overrides() -> Generator[None]:
         _in_recipe.reset(token)
 
 
-WORDS = ("null", "true", "false", "nan", "inf", "yes", "no", "on", "off")
-"""Words that Hydra does not read as strings."""
-
-
 def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[str]) -> Remedy:
     """Return the remedy that sets a parameter to a list of names.
-
-    In the override, a name is quoted where Hydra would read something else than this word. If a name is
-    quoted, the whole override is, too.
 
     Example:
         >>> remedy = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["weights", "1.0"])
         >>> print(remedy.override, remedy.python)
         'callbacks.micro_batch.keep=[weights,"1.0"]' MicroBatch(keep=['weights', '1.0'])
     """
-    plain = [
-        re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name, re.ASCII) and name.lower() not in WORDS for name in names
-    ]
-    quoted = [name if is_plain else json.dumps(name) for name, is_plain in zip(names, plain, strict=True)]
+    # Quoted, since Hydra reads `1.0` as a number. The shell would remove those quotes, so it gets its own.
+    quoted = [name if re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name) else json.dumps(name) for name in names]
     override = f"{option}.{parameter}=[{','.join(quoted)}]"
-    override = override if all(plain) else shlex.quote(override)
+    override = override if quoted == list(names) else shlex.quote(override)
     return Remedy(override, f"{class_name}({parameter}={list(names)})")
 
 

@@ -83,6 +83,7 @@ def find_compiler(device_type: str) -> str | None:
     For the CPU it compiles C++. For a GPU, Triton compiles a small launcher in C.
     """
     variable, *programs = ("CXX", "g++", "clang++") if device_type == "cpu" else ("CC", "gcc", "clang")
+    # The environment variable has precedence, as in inductor.
     candidates = (os.environ.get(variable), *programs)
     return next((path for name in candidates if name and (path := shutil.which(name))), None)
 

@@ -131,9 +131,10 @@ class Tiling(Managed):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._tiled = {}
+            # Undone in reverse: first `configure_model` is restored, then the tiled modules.
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
             self.cleanup.callback(self._restore)
-            self.cleanup.callback(model_surgery.restore, pl_module)  # pushed last, so undone first
+            self.cleanup.callback(model_surgery.restore, pl_module)
 
     def _apply(self, model: nn.Module) -> int:
         try:

@@ -98,6 +98,7 @@ def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 def trained_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Return the named modules that directly own a parameter with `requires_grad`."""
+    # Without the parameters of children, which have their own names.
     own = {name: model.get_submodule(name).parameters(recurse=False) for name in names}
     return {name for name, parameters in own.items() if any(p.requires_grad for p in parameters)}
 
@@ -155,6 +156,7 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
             was_on_instance="configure_model" in vars(module),
             changes=plugin_changes(trainer.precision_plugin),
         )
+        # On the instance: Lightning looks it up there, and other modules of the class keep theirs.
         module.configure_model = patch.configure_model
     # A technique may queue its change again, for example in a second `fit`.
     if (stage, change) not in patch.changes:

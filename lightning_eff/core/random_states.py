@@ -40,11 +40,11 @@ def _numpy_state_of(memory: bytes) -> NumpyState:
     return words["key"].tobytes(), words["pos"], *gauss
 
 
-def numpy_state() -> NumpyState | dict[str, Any]:
-    """Return the state of NumPy's global generator; a dict if the user has replaced the default generator."""
+def numpy_state() -> NumpyState:
+    """Return the state of NumPy's global generator, which must be of the default class."""
     generator: Any = cast(Any, np.random).get_bit_generator()
     if not isinstance(generator, np.random.MT19937):
-        return dict(cast(Any, np.random).get_state(legacy=False))
+        raise TypeError(f"NumPy's global generator is a {type(generator).__name__}, expected an MT19937")
     state = _numpy_state_of(ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES))
     _, _, has_gauss, _ = state
     if has_gauss:
@@ -54,12 +54,9 @@ def numpy_state() -> NumpyState | dict[str, Any]:
     return state
 
 
-def set_numpy_state(state: NumpyState | dict[str, Any]) -> None:
+def set_numpy_state(state: NumpyState) -> None:
     """Set a state returned by `numpy_state`."""
     _numpy_state_of.cache_clear()
-    if isinstance(state, dict):
-        np.random.set_state(state)
-        return
     key, position, has_gauss, gauss = state
     np.random.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), position, has_gauss, gauss))
 
@@ -78,9 +75,7 @@ def held_by(module: nn.Module) -> dict[str, Any]:
 def capture(device: torch.device | None = None, generators: Generators = NO_OTHERS) -> RandomStates:
     """Return the states of torch's CPU generator, the device's, Python's, NumPy's and `generators`."""
     states: RandomStates = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    numpy = numpy_state()
-    if not isinstance(numpy, dict):  # NumPy's default; others belong to whoever set them
-        states["numpy"] = numpy
+    states["numpy"] = numpy_state()
     if device is not None and device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
     for name, generator in generators.items():
@@ -99,8 +94,7 @@ def restore(
     """Restore each generator whose state is present."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    if "numpy" in states:
-        set_numpy_state(states["numpy"])
+    set_numpy_state(states["numpy"])
     if "device" in states and device is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states["device"], device)
     for name, generator in generators.items():

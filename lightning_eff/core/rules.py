@@ -203,6 +203,7 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
         if count > 1
     ]
     for title, facts in stated:
+        # `present` is complete by now, so the order of techniques does not matter.
         missing = [rule for rule in facts.needs if rule.name not in present]
         met = [rule for rule in facts.excludes if rule.name in present]
         findings += [RuleFinding(technique=title, rule=rule, found="") for rule in missing]
@@ -318,6 +319,7 @@ def raise_rejected(findings: Iterable[RuleFinding]) -> None:
     """
     rejected = [finding for finding in findings if finding.rule.verdict == Verdict.REJECTED]
     if rejected:
+        # Exit code 3 only if nothing but the machine is at fault.
         lacks = all(finding.rule.name.startswith("machine/") for finding in rejected)
         error = EnvironmentLacksError if lacks else ConflictError
         # All remedies of a single finding; of several findings the first remedy each, so that each is shown.

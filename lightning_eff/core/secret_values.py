@@ -32,6 +32,7 @@ def secret_variables() -> dict[str, str]:
     """Return environment variables that are named like a secret: name by value, longest value first."""
     long = [(value, name) for name, value in os.environ.items() if len(value) >= MIN_CHARACTERS]
     named = [(value, name) for value, name in long if _SECRET.match(name)]
+    # Longest first: one value may contain another.
     return dict(sorted(named, key=lambda pair: len(pair[0]), reverse=True))
 
 
@@ -76,6 +77,7 @@ def keep_variables(values: Any, source: Any) -> Any:
         key = path.rpartition(".")[2]
         if not is_secret(key, values, variables):
             return values
+        # Not through another key, as in `${data.token}`: that key would hold the secret.
         if isinstance(source, str) and _VARIABLE.search(source) and "${" not in _VARIABLE.sub("", source):
             return source
         kept = hide_secrets(values, "${{oc.env:{}}}")

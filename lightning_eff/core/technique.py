@@ -120,6 +120,7 @@ def _plain(value: object) -> Any:
     value = list(value) if type(value) is tuple else value
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
+    # A partial has the attribute `func`, and is shown as the call that it makes.
     function: Any = getattr(value, "func", None)
     if function is None:
         return repr(value)

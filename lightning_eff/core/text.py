@@ -95,8 +95,10 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     table = [[printable(" ".join(cell.split())) for cell in row] for row in [header, *rows]]
     columns = [*zip(*table, strict=True)]
     widths = [max(1, *map(len, column)) for column in columns]
+    # A space before the first column, two spaces between columns.
     limit = (line_width(width) or sys.maxsize) - 2 * len(widths)
     longest_words = [max(1, *map(len, [title, *" ".join(cells).split()])) for title, *cells in columns]
+    # The first pass breaks no word; the second one runs only if the table is still too wide.
     for least in (longest_words, [1] * len(widths)):
         while sum(widths) > limit and widths != least:
             spare = [index for index, size in enumerate(widths) if size > least[index]]

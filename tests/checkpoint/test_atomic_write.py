@@ -41,7 +41,7 @@ def load(path: Path) -> int:
 def test_a_kill_at_any_step_leaves_the_old_or_the_new_file_and_the_next_start_cleans_up(
     there: bool, tmpdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the folder of temporary files is."""
+    """With the default folder for temporary files, and with one on another disk."""
     monkeypatch.setattr(tempfile, "tempdir", tmpdir)
     monkeypatch.setattr(digest, "_CHUNK_BYTES", 2048)
     folder = tmp_path / "run" / "checkpoints"
@@ -105,7 +105,7 @@ def test_a_writer_whose_file_was_removed_before_its_lock_retries(
 
 
 def refusing(name: str, code: int, *, call: int = 1) -> Callable[[pytest.MonkeyPatch, Path], None]:
-    """Return a function that lets a system call fail, from the given call on."""
+    """Return a function that makes a system call fail, starting at the given call."""
 
     def prepare(patch: pytest.MonkeyPatch, path: Path) -> None:
         module: Any = fcntl if name == "flock" else os

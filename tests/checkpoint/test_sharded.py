@@ -42,7 +42,7 @@ def checkpoint(value: float = 1.0) -> dict[str, Any]:
 
 
 def save(path: Path, content: dict[str, Any] | None = None, num_ranks: int = NUM_RANKS) -> str:
-    """Save as ranks would, one after the other; return the token."""
+    """Save the shards of all ranks in this process; return the token."""
     return save_sharded(path, checkpoint() if content is None else content, num_ranks)
 
 
@@ -50,7 +50,7 @@ def names(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+@pytest.mark.parametrize("num_ranks", [1, 8])
 def test_a_sharded_checkpoint_loads_as_full_tensors(num_ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     token = save(path, num_ranks=num_ranks)
@@ -73,7 +73,7 @@ def test_every_flipped_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
     save(path)
     for file in sorted(path.iterdir()):
         content = bytearray(file.read_bytes())
-        for place in range(0, len(content), len(content) // 40):
+        for place in range(0, len(content), len(content) // 20):
             content[place] ^= 4
             file.write_bytes(content)
             with pytest.raises(CheckpointError, match=file.name):
@@ -118,17 +118,14 @@ def hostile(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token": "../../precious00"}, "does not list its shards"),
-        ({"version": 2}, "not an index of version 1"),
-        *(
-            ({"version": version}, "not an index of version 1")
-            for version in ("banana", torch.ones(2))
-        ),
-        ({"format": "else"}, "not an index of version 1"),
+        ({"token": "../../precious00"}, "not an index"),
+        ({"version": 2}, "not an index"),
+        ({"version": torch.ones(2)}, "not an index"),
+        ({"digests": []}, "not an index"),
         ({"checkpoint": {"state_dict": {"few": torch.empty(3, device="meta")}}}, "few.*of shape .3,."),
         ({"checkpoint": {"state_dict": {"few": torch.empty((), device="meta")}}}, "rows of a tensor"),
     ],
-)  # fmt: skip
+)
 def test_hostile_indexes_are_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save(path)
@@ -178,7 +175,7 @@ def test_code_is_never_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path: Path) -> None:
-    """Between every two things that a save does to the disk; afterwards nothing is left over."""
+    """Between every two changes that a save makes on the disk; the next clean-up leaves nothing over."""
     saved, moments, found = tmp_path / "a.ckpt", list[dict[str, bytes]](), list[int | None]()
 
     def look() -> None:
@@ -203,11 +200,11 @@ def test_a_kill_at_any_step_leaves_the_previous_checkpoint(first: bool, tmp_path
         assert left[:1] == ["index.ckpt"][: len(left)]
     change = found.index(2)
     assert found == [None if first else 1] * change + [2] * (len(found) - change)
-    assert len(found) > 20, "there are that many things that a save does"
+    assert len(found) > 20
 
 
-def test_nothing_is_cleaned_up_during_a_save_and_leftovers_go_after_it(tmp_path: Path) -> None:
-    """Also where the save dies, or ends while another process is cleaning up."""
+def test_a_clean_up_removes_nothing_during_a_save_and_leftovers_after_it(tmp_path: Path) -> None:
+    """A second folder is that of a save that died."""
     path = tmp_path / "a.ckpt"
     rest, rows = split_shards(checkpoint(), rows_of(0, 1))
     save_ = sharded.new_save(path)
@@ -227,8 +224,8 @@ def test_nothing_is_cleaned_up_during_a_save_and_leftovers_go_after_it(tmp_path:
     assert len(names(path)) == 3
 
 
-def test_an_error_after_the_index_removes_no_shard(tmp_path: Path) -> None:
-    """As when the folder cannot be synced: shards that the index names must stay."""
+def test_an_error_after_the_index_is_written_removes_no_shard(tmp_path: Path) -> None:
+    """For example, the folder cannot be synced."""
     path = tmp_path / "a.ckpt"
     rest, rows = split_shards(checkpoint(), rows_of(0, 1))
     late = sharded.new_save(path)
@@ -252,7 +249,7 @@ def test_other_files_are_not_touched(tmp_path: Path) -> None:
     before = names(tmp_path / "a.ckpt")
     save(tmp_path / "last.ckpt", checkpoint(2.0))
     assert not (tmp_path / "last.ckpt").is_symlink()
-    assert names(tmp_path / "a.ckpt") == before, "the link gave way, and not what it led to"
+    assert names(tmp_path / "a.ckpt") == before, "the link is replaced, not its target"
 
 
 def test_the_index_is_removed_first_and_other_files_stay(

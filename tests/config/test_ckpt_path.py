@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_eff.config.ckpt_path import find_checkpoint
+from lightning_eff.config.composition import compose_recipe
 from tests.support.command_line import Command
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
@@ -47,56 +50,52 @@ def test_the_same_command_again_resumes_to_the_bit(
     monkeypatch.setenv("STOP_BY", "SIGUSR1")
     Path("my_stopped.py").write_text(STOPPED)
     words = ["train", "lm", *tiny, *MORE, "ckpt_path=auto"]
-    ended, out, err = command(*words)
-    assert ended == 138, err
+    out = command(*words, code=138)[1]
     assert out.count("Stopped after") == 1
     assert [*saved("outputs")] == ["step-3"], "the step was finished, with both of its batches"
 
-    ended, _, err = command(*words)
-    assert ended == 0, err
+    err = command(*words, code=0)[2]
     assert "/checkpoints/step-3.ckpt" in err
     assert "resumed at step 3: order and random states as saved" in err
-    ended, _, err = command(*words, "output_root=whole")
-    assert ended == 0, err
+    command(*words, "output_root=whole", code=0)
     resumed, whole = saved("outputs")["step-6"], saved("whole")["step-6"]
     assert [key for key in whole if not torch.equal(whole[key], resumed[key])] == []
 
     num_runs = len(list(Path("outputs/lm").iterdir()))
     Path("outputs").rename("moved")  # as to another machine
-    ended, out, err = command(*words, "--json", f"output_root={Path('moved').resolve()}")
-    assert ended == 0, err
+    _, out, err = command(*words, "--json", f"output_root={Path('moved').resolve()}", code=0)
     assert "nothing is left to train" in err
     assert json.loads(out)["status"] == "finished"
     assert len(list(Path("moved/lm").iterdir())) == num_runs
 
 
-def test_auto_takes_a_checkpoint_of_the_same_settings_only(tiny: list[str], command: Command) -> None:
-    words = ["train", "lora", *tiny, "trainer.val_check_interval=1", "ckpt_path=auto"]
-    assert command("train", "lm", *tiny)[0] == 0
-    assert command(*words)[0] == 0
-    assert command("train", "lm", *tiny, "seed=2")[0] == 0  # a newer base: the run keeps its own
-    assert "nothing is left to train" in command(*words)[2]
-    assert "begins at step 0" in command(*words, "seed=3")[2]
-    checkpoint, _ = sorted(Path("outputs/lora").glob("*/checkpoints/*-2.ckpt"))
-    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    ended, _, err = command(*words)
-    assert ended == 0, err
-    assert "skipped: " in err
-    assert "begins at step 0" in err
-
-
-def test_a_run_with_other_data_is_rejected_each_time_and_saves_nothing(
-    tiny: list[str], command: Command
+def test_auto_takes_a_checkpoint_of_the_same_settings_only(
+    tiny: list[str], command: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert command("train", "lm", *tiny)[0] == 0
-    for _ in range(2):
-        ended, _, err = command(
-            "train", "lm", *tiny, "data.batch_size=1", "trainer.max_steps=4", "ckpt_path=last"
-        )
-        assert ended == 2, err
-        assert "try: callbacks.exact_resume.changed_data=continue" in err
-        assert "states as saved" not in err
-        assert len([*saved("outputs")]) == 1
+    words = [*tiny, "ckpt_path=auto"]
+    command("train", "lm", *tiny, code=0)
+    command("train", "lora", *words, code=0)
+    (base,) = Path("outputs/lm").iterdir()
+    shutil.copytree(base, base.with_name("9999-01-01_00-00-00"))  # a newer base: the run keeps its own
+
+    def found(*more: str) -> Path | None:
+        return find_checkpoint(compose_recipe("lora", [*words, *more]).values, Path("outputs/lora"))
+
+    (checkpoint,) = Path("outputs/lora").glob("*/checkpoints/*.ckpt")
+    assert found() == checkpoint
+    assert found("seed=3") is None
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    assert found() is None
+    assert f"skipped: checkpoint {checkpoint}" in caplog.text
+
+
+def test_a_run_with_other_data_is_rejected_and_saves_nothing(tiny: list[str], command: Command) -> None:
+    command("train", "lm", *tiny, code=0)
+    words = ["data.batch_size=1", "trainer.max_steps=4", "ckpt_path=last"]
+    err = command("train", "lm", *tiny, *words, code=2)[2]
+    assert "try: callbacks.exact_resume.changed_data=continue" in err
+    assert "states as saved" not in err
+    assert len([*saved("outputs")]) == 1
 
 
 def test_a_sweep_that_is_interrupted_starts_no_further_run(

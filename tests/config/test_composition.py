@@ -1,4 +1,4 @@
-"""Each form of composition that works; what Hydra accepts and we reject is in tests/messages.md."""
+"""Forms of composition that work; tests/messages.md has those that are rejected."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ LM = ["exact_resume", "gradient_accumulation", "tiled_loss", "empty_cache"]
     [
         ("lm", [], LM),
         ("lm", ["callbacks=[]"], []),
-        ("lm", ["callbacks=[]", "+callbacks=empty_cache"], ["empty_cache"]),
         ("lm", ["+callbacks=data_preload"], [*LM, "data_preload"]),
         ("lm", ["~callbacks.empty_cache"], LM[:-1]),
-        ("lm", ["callbacks=[gradient_accumulation]"], ["gradient_accumulation"]),
         ("low_memory", ["callbacks=empty_cache"], ["empty_cache"]),
         (
             "baseline",
@@ -50,7 +48,7 @@ def test_forms_of_choosing_callbacks(
     assert list(empty_folder.iterdir()) == []
 
 
-def test_any_argument_of_a_class_may_be_set_also_one_that_its_yaml_leaves_out() -> None:
+def test_an_override_may_set_any_argument_of_a_class() -> None:
     overrides = ["callbacks=[empty_cache]", "callbacks.empty_cache.every_n_steps=3"]
     overrides += ["trainer.max_time=00:01:00:00", "+trainer.detect_anomaly=true", "optimizer.amsgrad=true"]
     values = compose(*overrides)
@@ -72,7 +70,7 @@ USERS_MODULE = """
 import lightning.pytorch as pl
 
 class Net(pl.LightningModule):
-    def __init__(this, *, width: int = 2, context_length: int = 8) -> None:
+    def __init__(this, *, width: int = 2) -> None:
         super().__init__()
 """
 
@@ -85,32 +83,14 @@ def own_folder(folder: Path, **files: str) -> RecipePath:
     return RecipePath((folder / "mine",))
 
 
-def test_a_custom_recipe_and_group(empty_folder: Path) -> None:
-    mine = own_folder(
-        empty_folder,
-        often="defaults:\n  - lm\n  - callbacks: [very_often]\n  - _self_\nseed: 7\n",
-        callbacks__very_often="# @package callbacks.very_often\n"
-        "_target_: lightning_eff.callbacks.empty_cache.EmptyCache\nevery_n_steps: 1\n",
-    )
-    values = composition.compose_recipe("often", [], mine).values
-    assert values["seed"] == 7
-    assert list(values["callbacks"]) == [
-        "exact_resume", "gradient_accumulation", "tiled_loss", "empty_cache", "very_often"
-    ]  # fmt: skip
-
-
-def test_settings_of_what_was_taken_out_are_left_out_and_misspelt_ones_are_not(empty_folder: Path) -> None:
+def test_settings_of_a_removed_option_are_dropped_and_misspelt_ones_are_not(empty_folder: Path) -> None:
     callbacks = compose("callbacks=[gradient_accumulation]")["callbacks"]
     assert callbacks["gradient_accumulation"]["global_batch_size"] == 16
     with pytest.raises(ConfigError, match="gradient_accumulation"):
         compose("callbacks=[]", "callbacks.gradient_accumulation.global_batch_size=8")
-    with pytest.raises(ConfigError, match="tiledloss"):
-        compose("callbacks.tiledloss.head=x")
-    mine = own_folder(
-        empty_folder, typo="defaults:\n  - lm\n  - _self_\ncallbacks:\n  emty_cache:\n    x: 1\n"
-    )
+    typo = "defaults:\n  - lm\n  - _self_\ncallbacks:\n  emty_cache:\n    x: 1\n"
     with pytest.raises(ConfigError, match="emty_cache"):
-        composition.compose_recipe("typo", ["callbacks=[]"], mine)
+        composition.compose_recipe("typo", ["callbacks=[]"], own_folder(empty_folder, typo=typo))
 
 
 MIXED = """
@@ -134,8 +114,6 @@ timer:
     ("overrides", "names"),
     [
         (["callbacks=default"], ["empty_cache", "early_stopping", "timer"]),
-        (["callbacks=[own,micro_batch]"], ["early_stopping", "timer", "micro_batch"]),
-        (["+callbacks=default"], ["exact_resume", "empty_cache", "early_stopping", "timer"]),
         (["callbacks=default", "~callbacks.timer"], ["empty_cache", "early_stopping"]),
     ],
 )
@@ -143,10 +121,10 @@ def test_a_file_of_several_callbacks(overrides: list[str], names: list[str], emp
     mine = own_folder(empty_folder, callbacks__default=MIXED, callbacks__own=OWN)
     callbacks = composition.compose_recipe("baseline", overrides, mine).values["callbacks"]
     assert list(callbacks) == names
-    assert callbacks["early_stopping"].get("patience") == (None if "own" in overrides[0] else 7)
+    assert callbacks["early_stopping"]["patience"] == 7
 
 
-def test_of_a_file_of_several_callbacks_none_is_dropped_in_silence(empty_folder: Path) -> None:
+def test_no_callback_of_a_file_of_several_is_dropped_silently(empty_folder: Path) -> None:
     mine = own_folder(empty_folder, callbacks__own=OWN)
     with pytest.raises(ConfigError, match="callbacks="):
         composition.compose_recipe("baseline", ["callbacks=own", "callbacks=[empty_cache]"], mine)
@@ -201,7 +179,7 @@ def test_any_hydra_app_can_use_the_groups() -> None:
     assert cfg.callbacks.empty_cache.every_n_steps == 100
 
 
-@pytest.mark.parametrize("target", ["not_there.Adam", "not_there.optim.Adam", "needs_it.Adam"])
+@pytest.mark.parametrize("target", ["not_there.Adam", "needs_it.Adam"])
 def test_a_missing_extra_is_one_line_and_the_pip_command(
     target: str, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,26 +199,18 @@ def test_every_extra_is_declared() -> None:
         assert any(line.startswith(package.replace("_", "-")) for line in declared[extra]), package
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["strategy=fsdp2", "strategy.every_n_steps=3"],
-        ["+callbacks.second={_target_: lightning_eff.callbacks.empty_cache.EmptyCache, every_n_step: 3}"],
-    ],
-)
-def test_a_misspelt_key_is_rejected_before_lightning_is_imported(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_key_is_rejected_before_lightning_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["strategy=fsdp2", "strategy.every_n_steps=3"]
     with pytest.raises(ConfigError) as by_yaml:
         compose(*words)
     monkeypatch.setattr(validate, "_check_own_keys", lambda *_: None)
     with pytest.raises(ConfigError) as by_class:
         compose(*words)
     assert str(by_yaml.value) == str(by_class.value)
-    imports_lightning = Mock(side_effect=AssertionError("Lightning is imported"))
     monkeypatch.undo()
+    imports_lightning = Mock(side_effect=AssertionError("Lightning is imported"))
     monkeypatch.setattr(validate, "_check_trainer", imports_lightning)
-    with pytest.raises(ConfigError, match="every_n_step"):
+    with pytest.raises(ConfigError, match="every_n_steps"):
         compose(*words)
 
 
@@ -260,11 +230,11 @@ def test_what_a_class_inherits_from_lightning_takes_no_settings(monkeypatch: pyt
     assert slots["callbacks"]["own"] == {"_target_": "lightning.pytorch.Callback"}
 
 
-def test_a_recipe_file_with_a_class_of_its_own_leaves_out_what_that_does_not_take(
+def test_a_recipe_with_its_own_class_drops_settings_that_the_class_does_not_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(Path.cwd())
-    Path("my_written.py").write_text(USERS_MODULE.replace(", context_length: int = 8", ""))
+    Path("my_written.py").write_text(USERS_MODULE)
     own = "model:\n  _target_: my_written.Net\n"
     Path("mine.yaml").write_text(f"defaults:\n  - baseline\n  - _self_\n{own}")
     Path("upon.yaml").write_text("defaults:\n  - mine\n  - _self_\nmodel:\n  width: 5\n")

@@ -1,4 +1,4 @@
-"""What a recipe or an override must not do: import, be read endlessly, leave files; exit 2 by name.
+"""A recipe or override cannot run code, be read endlessly or leave files: exit code 2, and its key.
 
 Most recipes that YAML or Hydra cannot read are in tests/test_messages.py.
 """
@@ -37,41 +37,28 @@ def check_rejected(answer: tuple[int, str, str], text: str) -> None:
     assert not Path("touched").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("plan", "tab"), "mine/tab.yaml:3: "),
-        (("compare", "tab"), "mine/tab.yaml:3: "),
-        (("plan", "lm", "logger=broken"), "mine/logger/broken.yaml:2: "),
-    ],
-)
-def test_every_verb_rejects_them_and_options_that_an_override_chooses(
-    words: tuple[str, ...], text: str, command: Command
-) -> None:
+def test_plan_and_compare_reject_a_broken_recipe_or_option(command: Command) -> None:
     Path("mine/tab.yaml").write_text(TAB)
     Path("mine/logger/broken.yaml").write_text("name: x\n\ty: 1\n")
-    check_rejected(command(*words, "--config-dir", "mine"), text)
+    check_rejected(command("compare", "tab", "--config-dir", "mine"), "mine/tab.yaml:3: ")
+    check_rejected(
+        command("plan", "lm", "logger=broken", "--config-dir", "mine"), "mine/logger/broken.yaml:2: "
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        *(
-            (f"hydra.{name}._target_", ("train", "lm", f"hydra.{name}{value}"))
-            for name in ("launcher", "sweeper")
-            for value in ("._target_=os.system", "=${hydra.run}")
-        ),
+        ("hydra.launcher._target_", ("train", "lm", "hydra.launcher._target_=os.system")),
+        ("hydra.sweeper._target_", ("train", "lm", "hydra.sweeper=${hydra.run}")),
         ("seed", ("train", "lm", f"seed={'1' * 5000}")),
         ("seed", ("train", "lm", f"seed={'[' * 3000}{']' * 3000}")),
-        ("ckpt_path", ("train", "lm", f"ckpt_path={LONG}")),
         ("output_root", ("train", "lm", f"output_root=/tmp/{LONG}")),
-        ("logger.csv.save_dir", ("train", "lm", f"logger.csv.save_dir=outputs/{LONG}")),
         ("--config-dir", ("train", "lm", "--config-dir", LONG)),
         (
             "callbacks.peft_adapter.base_checkpoint",
             ("train", "lora", "trainer.accelerator=cpu", f"callbacks.peft_adapter.base_checkpoint={LONG}"),
         ),
-        ("RUN", ("export", LONG)),
     ],
 )
 def test_a_value_that_hydra_would_run_or_cannot_hold_is_rejected_by_its_key(

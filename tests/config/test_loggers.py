@@ -1,11 +1,13 @@
-"""Several loggers by name, packages that are not there, and what each one writes."""
+"""Several loggers by name, and what each one writes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_eff.config import composition
 from lightning_eff.config.recipes import RecipePath
@@ -32,13 +34,10 @@ def compose(recipe: str, *overrides: str) -> dict[str, Any]:
 BOTH = ["logger=[csv,tensorboard]"]
 FORMS: list[tuple[str, list[str], dict[str, str | None]]] = [
     ("lm", BOTH, {"csv": "metrics", "tensorboard": "tensorboard"}),
-    ("lm", [*BOTH, "logger.tensorboard.name=tb"], {"csv": "metrics", "tensorboard": "tb"}),
     ("lm", ["+logger=tensorboard", "~logger.csv"], {"tensorboard": "tensorboard"}),
     ("lm", ["logger=none"], {}),
     ("adds", [], {"csv": "mine", "tensorboard": "tensorboard"}),
-    ("adds", ["logger=tensorboard"], {"tensorboard": "tensorboard"}),
     ("overrides", [], {"tensorboard": "mine"}),
-    ("overrides", ["logger=csv"], {"csv": "metrics"}),
 ]
 
 
@@ -47,29 +46,34 @@ def test_forms_of_choosing_loggers(recipe: str, overrides: list[str], names: dic
     assert {name: node.get("name") for name, node in compose(recipe, *overrides).items()} == names
 
 
-def test_a_run_its_continuation_and_a_sweep_write_to_folders_of_their_own(
-    tiny: list[str], command: Command
-) -> None:
-    words = ["train", "baseline", *tiny, *BOTH, "trainer.log_every_n_steps=1"]
-    command(*words, code=0)
-    (first,) = Path("outputs/baseline").iterdir()
-    command(*words, "ckpt_path=last", "trainer.max_steps=4", code=0)
-    _, second = sorted(Path("outputs/baseline").iterdir())
+def test_a_run_and_its_continuation_log_to_their_own_folders(tiny: list[str], command: Command) -> None:
+    """The report goes to stdout; name and tags of the task go to the report and the loggers."""
+    words = ["train", "baseline", *tiny, "trainer.log_every_n_steps=1", "task_name=dev"]
+    tagged = [*words, *BOTH, "tags=[quick,dev]"]
+    _, out, err = command(*tagged, code=0)
+    assert out.lstrip().startswith("Efficiency report of baseline, run ")
+    assert " tags: quick, dev\n" in out
+    assert "Efficiency report" not in err
+    (first,) = Path("outputs/dev").iterdir()
+    command(*tagged, "ckpt_path=last", "trainer.max_steps=4", code=0)
+    _, second = sorted(Path("outputs/dev").iterdir())
     for folder, steps in ((first, [1, 2]), (second, [3, 4])):
         rows, events = rows_of(folder / "metrics"), events_of(folder / "tensorboard")
         assert (list(rows), list(events)) == (steps, steps)
         assert all(rows[step] == pytest.approx(events[step], rel=1e-6) for step in steps)
         assert all(row["gradient_norm"] > 0 for row in rows.values())
-    # What is logged is no setting of the training, so that nothing is left to train.
-    command(
-        "train", "baseline", *tiny, "trainer.log_every_n_steps=1", "logger=none", "ckpt_path=auto", code=0
-    )
-    assert len(list(Path("outputs/baseline").iterdir())) == 2
-    command(*words, "-m", "seed=1,2", code=0)
-    (sweep,) = Path("outputs/baseline").glob("sweep_*")
-    assert [list(events_of(sweep / job / "tensorboard")) for job in "01"] == [[1, 2], [1, 2]]
+    report = json.loads((first / "efficiency.json").read_text())
+    hparams = [
+        yaml.safe_load((first / name / "hparams.yaml").read_text()) for name in ("metrics", "tensorboard")
+    ]
+    for each in (report, *hparams):
+        assert (each["task_name"], each["tags"]) == ("dev", ["quick", "dev"])
+    # Loggers and tags do not change the training, so nothing is left to train.
+    out = command(*words, "logger=none", "ckpt_path=auto", "--json", code=0)[1]
+    assert json.loads(out) == report
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline_has_a_run_for_each_of_a_sweep(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +91,7 @@ def test_weights_and_biases_offline_has_a_run_for_each_of_a_sweep(
         assert b"eff/learning_rate" in content
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries, which are not in the tested set
 def test_mlflow_in_a_file(tiny: list[str], command: Command) -> None:
     mlflow = pytest.importorskip("mlflow")

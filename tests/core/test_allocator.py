@@ -1,4 +1,4 @@
-"""Memory that the CPU holds."""
+"""The bytes of memory that this process holds on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of attention backends: on a CPU equal to torch's own choice, on CUDA by rows from its source."""
+"""The table of attention backends: on a CPU it equals torch's own choice, on CUDA its source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def operands(
 
 
 def grid():
-    """Yield the tensors of calls, that torch accepts."""
+    """Yield tensors and options of calls that torch accepts."""
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     kinds = ("none", "causal", "bool", "float", "3-D", "trained", "one row", "by sample")
     for dtype, kind, p, heads, keys, value_size in itertools.product(

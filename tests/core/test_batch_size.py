@@ -1,4 +1,4 @@
-"""Batches and micro-batches of an optimizer step: what is read from a config."""
+"""Batches and micro-batches of an optimizer step, as a config sets them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ BOTH = {"gradient_accumulation": {"global_batch_size": 45}, "micro_batch": {"mic
 @pytest.mark.parametrize(
     ("values", "devices", "expected"),
     [
-        ({}, 8, 1),
         ({"trainer": {"accumulate_grad_batches": 3}}, 8, 3),
-        (BATCH | {"callbacks": WINDOW}, 4, 4),
         (BATCH | {"callbacks": {"micro_batch": {"micro_batch_size": "auto"}}}, 1, 1),
         (BATCH | {"callbacks": WINDOW}, 3, 6),
         ({"data": {"batch_size": 10}, "callbacks": BOTH}, 2, 9),

@@ -43,7 +43,7 @@ class Cell(nn.Module):
 def run(
     compute: Callable[..., Any], step: Step, *, recomputed: bool, backwards: int = 1
 ) -> tuple[Net, list[Tensor]]:
-    """Return blocks, and the gradients of two steps with so many backward passes each."""
+    """Return blocks, and the gradients of two steps with `backwards` backward passes each."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
     net = nn.ModuleList(Cell(compute) for _ in range(3)).double()
@@ -57,7 +57,7 @@ def run(
 
 
 def assert_same(compute: Callable[..., Any], step: Step, backwards: int = 1) -> tuple[Net, Net]:
-    """Compare with the plain run, to the bit."""
+    """Check that gradients equal the plain run to the bit; return the blocks of both runs."""
     plain, expected = run(compute, step, recomputed=False, backwards=backwards)
     net, found = run(compute, step, recomputed=True, backwards=backwards)
     assert any(gradient.any() for gradient in expected)
@@ -71,7 +71,6 @@ class Pair(NamedTuple):
 
 
 WRAPPED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "list": (lambda seen: seen, lambda given: given),
     "list in a dict in a tuple": (lambda seen: (1, {"seen": seen}), lambda given: given[1]["seen"]),
     "list in a named tuple": (lambda seen: Pair(seen, 1), lambda given: given.first),
     "list in an object": (lambda seen: SimpleNamespace(seen=seen), lambda given: given.seen),
@@ -80,7 +79,7 @@ WRAPPED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
-def test_a_list_to_which_the_caller_appends(wrapped: str) -> None:
+def test_an_input_list_is_read_as_it_was_at_the_call(wrapped: str) -> None:
     wrap, unwrap = WRAPPED[wrapped]
 
     def step(net: Net, x: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ def test_a_list_to_which_the_caller_appends(wrapped: str) -> None:
     assert_same(lambda cell, given: torch.tanh(cell.a(sum(unwrap(given)))), step, backwards=2)
 
 
-def test_the_default_dtype_of_a_true_precision() -> None:
+def test_a_recomputation_has_the_default_dtype_of_the_forward() -> None:
     """Lightning's 64-true and 16-bit precisions set it around the forward pass alone."""
 
     def compute(cell: Cell, x: Tensor) -> Tensor:
@@ -110,43 +109,42 @@ def test_the_default_dtype_of_a_true_precision() -> None:
     assert_same(compute, step)
 
 
-def popped(cell: Cell, x: Tensor, held: Any) -> Tensor:
-    return torch.tanh(cell.a(x + (held.pop("1") if isinstance(held, dict) else held.pop())))
+def popped(cell: Cell, x: Tensor, held: deque[Tensor]) -> Tensor:
+    return torch.tanh(cell.a(x + held.pop()))
 
 
-def taken_out_and_put_back(cell: Cell, x: Tensor, held: Any) -> Tensor:
-    """The recomputation ends between the two."""
-    key = "1" if isinstance(held, dict) else 0
-    value = held.pop(key) if key else held.pop()
+def taken_out_and_put_back(cell: Cell, x: Tensor, held: dict[str, Tensor]) -> Tensor:
+    """Change the container twice; the recomputation ends between the changes."""
+    value = held.pop("1")
     x = torch.tanh(cell.inner(x + value))
-    total = sum(held.values()) if key else x
-    held.update({key: value}) if key else held.append(value)
+    total = sum(held.values())
+    held["1"] = value
     return x + total
 
 
-def written(cell: Cell, x: Tensor, held: Any) -> Tensor:
-    key = "0" if isinstance(held, dict) else 0
-    held[key] = torch.tanh(cell.a(x + held[key]))
-    return held[key]
+def written(cell: Cell, x: Tensor, held: dict[str, Tensor]) -> Tensor:
+    held["0"] = torch.tanh(cell.a(x + held["0"]))
+    return held["0"]
 
 
-@pytest.mark.parametrize("compute", [popped, taken_out_and_put_back, written])
-@pytest.mark.parametrize("kind", [deque, dict])
-def test_containers_that_a_block_changes(kind: type, compute: Callable[..., Any]) -> None:
-    left = []
+@pytest.mark.parametrize(
+    ("compute", "kind"), [(popped, deque), (taken_out_and_put_back, dict), (written, dict)]
+)
+def test_containers_that_a_block_changes_are_reinstated(compute: Callable[..., Any], kind: type) -> None:
+    sizes = []
 
     def step(net: Net, x: Tensor) -> Tensor:
-        items = [(str(j), x * j) for j in range(1, 7)]
-        held = kind([("0", x), *items]) if issubclass(kind, dict) else kind(value for _, value in items)
+        values = [x * j for j in range(7)]
+        held = kind(values if kind is deque else zip("0123456", values, strict=True))
         y = x
         for block in net:
-            y = block(y, dict(held) if compute is popped and issubclass(kind, dict) else held)
+            y = block(y, held)
         loss = y.square().sum()
-        loss.register_hook(lambda _: left.append(len(held)))
+        loss.register_hook(lambda _: sizes.append(len(held)))
         return loss + 0 * len(held)
 
     assert_same(compute, step)
-    assert left[:2] == left[2:]
+    assert sizes[:2] == sizes[2:]
 
 
 def set_on_blocks(name: str, value: Callable[[Tensor], Any]) -> Step:
@@ -216,7 +214,6 @@ def scaled(cell: Cell, x: Tensor) -> Tensor:
 
 
 MODULES: dict[str, Step] = {
-    "number": set_on_blocks("factor", lambda x: x.sum().item()),
     "condition with a gradient": set_on_blocks("factor", lambda x: x.mean()),
     "child": set_on_blocks("inner", lambda x: nn.Tanh() if x.sum() > 1 else nn.Sigmoid()),
     "list": kept,
@@ -228,7 +225,7 @@ MODULES: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("what", MODULES)
-def test_modules_that_change_between_forward_and_backward(what: str) -> None:
+def test_module_state_that_changes_after_the_forward_is_reinstated(what: str) -> None:
     plain, net = assert_same(scaled, MODULES[what], backwards=2)
     assert [block.training for block in plain] == [block.training for block in net]
     hooks = [[len(block.inner._forward_hooks) for block in each] for each in (plain, net)]
@@ -237,7 +234,7 @@ def test_modules_that_change_between_forward_and_backward(what: str) -> None:
 
 
 def changes_itself(cell: Cell, x: Tensor) -> Tensor:
-    """Counts, keeps what it computed, and writes to a tensor that is no buffer."""
+    """Count the calls, keep tensors, and write to a tensor that is not a buffer."""
     cell.count += 1
     cell.kept.append(cell.count)
     cell.seen = getattr(cell, "seen", x.new_zeros(()))
@@ -247,13 +244,13 @@ def changes_itself(cell: Cell, x: Tensor) -> Tensor:
     return x
 
 
-def test_what_a_forward_changes_changes_once() -> None:
+def test_a_forward_changes_its_module_once() -> None:
     plain, net = assert_same(changes_itself, lambda net, x: Chain(net)(Chain(net)(x)).sum())
     for a, b in zip(plain, net, strict=True):
         assert (a.count, a.kept, a.seen) == (b.count, b.kept, b.seen) == (4, [1, 2, 3, 4], 4)
 
 
-def test_what_a_block_keeps_of_a_step_does_not_keep_the_steps_before() -> None:
+def test_tensors_of_earlier_steps_are_freed() -> None:
     net = nn.ModuleList([Cell(changes_itself)]).double()
     RecomputedBlock(net[0])
     kept = []
@@ -264,39 +261,21 @@ def test_what_a_block_keeps_of_a_step_does_not_keep_the_steps_before() -> None:
     assert [each() is not None for each in kept] == [False, False, False, True]
 
 
-Source = tuple[Any, Callable[[], Any]]
-
-
-def of_torch() -> Source:
-    generator = torch.Generator().manual_seed(5)
-    return generator, lambda: torch.rand(1, generator=generator).item()
-
-
-def of_numpy() -> Source:
-    generator = np.random.default_rng(5)
-    return generator, generator.random
-
-
-SOURCES: dict[str, Callable[[], Source]] = {
-    "NumPy": lambda: (None, np.random.randn),
-    "Python": lambda: (None, random.random),
-    "torch.Generator": of_torch,
-    "NumPy's Generator": of_numpy,
-}
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_random_numbers(source: str) -> None:
+def test_a_recomputation_draws_the_same_random_numbers() -> None:
+    """From the global generators of NumPy and Python, and from generators inside a module."""
     found, after = [], []
     for recomputed in (False, True):
-        generator, draw = SOURCES[source]()
+        own, numpys = torch.Generator().manual_seed(5), np.random.default_rng(5)
 
-        def compute(cell: Cell, x: Tensor, draw: Callable[[], Any] = draw) -> Tensor:
+        def draw(own: torch.Generator = own, numpys: np.random.Generator = numpys) -> float:
+            return np.random.randn() + random.random() + torch.rand(1, generator=own).item() + numpys.random()
+
+        def compute(cell: Cell, x: Tensor, draw: Callable[[], float] = draw) -> Tensor:
             return torch.tanh(cell.a(x) * (1 + draw()))
 
-        def step(net: Net, x: Tensor, generator: Any = generator, draw: Callable[[], Any] = draw) -> Tensor:
+        def step(net: Net, x: Tensor, generators: Any = (own, numpys), draw: Any = draw) -> Tensor:
             for block in net:
-                block.inner.own = {"generators": [generator]}
+                block.inner.own = {"generators": [*generators]}
             after.append(draw())
             return Chain(net)(x).sum()
 
@@ -323,7 +302,7 @@ def in_place(what: str) -> Step:
 @pytest.mark.parametrize(
     ("what", "text"), [("parameter", r"'1': 'a\.bias'"), ("input", "'2'"), ("condition", "'1'")]
 )
-def test_a_tensor_that_is_written_to_before_it_is_needed_again(what: str, text: str) -> None:
+def test_a_tensor_written_to_before_the_recomputation_is_rejected_by_name(what: str, text: str) -> None:
     def compute(cell: Cell, x: Tensor, held: dict[str, Tensor]) -> Tensor:
         return torch.tanh(cell.a(x) + sum(cell.kept)) / held["count"]
 
@@ -331,7 +310,7 @@ def test_a_tensor_that_is_written_to_before_it_is_needed_again(what: str, text: 
         run(compute, in_place(what), recomputed=True)
 
 
-def test_what_depends_on_a_global_is_named_where_it_computes_something_else() -> None:
+def test_a_recomputation_that_differs_names_its_block() -> None:
     flags = SimpleNamespace(is_deep=True)
 
     def compute(cell: Cell, x: Tensor) -> Tensor:
@@ -347,7 +326,7 @@ def test_what_depends_on_a_global_is_named_where_it_computes_something_else() ->
         run(compute, step, recomputed=True)
 
 
-def test_the_noise_of_a_leaky_activation_at_the_end_of_a_block() -> None:
+def test_rrelu_at_the_end_of_a_block_gets_the_same_gradient() -> None:
     found = []
     for recomputed in (False, True):
         torch.manual_seed(0)

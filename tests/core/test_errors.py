@@ -17,7 +17,6 @@ from lightning_eff.core.errors import ConfigError, exit_code
     [
         (ValueError("the notes say: out of memory"), 1),
         (ConfigError("lr", -1, allowed="a positive number"), 2),
-        (errors.UsageError("no such verb"), 2),
         (errors.EnvironmentLacksError("pip install triton"), 3),
         (torch.OutOfMemoryError("no room"), 4),
         (MemoryError(), 4),

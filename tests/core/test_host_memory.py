@@ -1,4 +1,4 @@
-"""What a process may use of its host: installed memory, cgroups of both versions, ulimits."""
+"""The memory limit of a process: installed memory, cgroups, ulimits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_eff.commands import doctor
 from lightning_eff.core import allocator, host_memory
 from lightning_eff.core.host_memory import HostMemoryLimit
 from lightning_eff.kernels import devices
@@ -25,7 +24,7 @@ def machine(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_limits_all_that_is_installed_may_be_used(tmp_path: Path) -> None:
+def test_without_limits_the_installed_memory_counts(tmp_path: Path) -> None:
     group = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": "max\n"}
     unlimited = {"proc/self/limits": f"{LIMITS}Max address space  unlimited  unlimited  bytes\n"}
     for number, files in enumerate([group, unlimited, {}]):
@@ -34,7 +33,7 @@ def test_without_limits_all_that_is_installed_may_be_used(tmp_path: Path) -> Non
     assert host_memory.host_memory_limit(tmp_path / "nothing").name == ""
 
 
-def test_the_tightest_of_a_cgroup_and_those_above_it_counts(tmp_path: Path) -> None:
+def test_the_smallest_limit_of_a_cgroup_and_its_parents_counts(tmp_path: Path) -> None:
     sizes = {"": 900, "/pod": 300, "/pod/box": 400, "/other": 1}
     files = {f"sys/fs/cgroup{path}/memory.max": f"{size * MIB}\n" for path, size in sizes.items()}
     # A container that sees the path of its host has the limit at the top.
@@ -44,14 +43,14 @@ def test_the_tightest_of_a_cgroup_and_those_above_it_counts(tmp_path: Path) -> N
         assert host_memory.host_memory_limit(machine(tmp_path, files)) == expected
 
 
-def test_of_ulimits_that_counts_which_leaves_least(tmp_path: Path) -> None:
+def test_the_ulimit_that_leaves_least_memory_counts(tmp_path: Path) -> None:
     """2 MiB of address space and 1 MiB of data are taken."""
     lines = f"Max data size   {5 * MIB}  unlimited  bytes\nMax address space  {5 * MIB}  unlimited  bytes\n"
     found = host_memory.host_memory_limit(machine(tmp_path, {"proc/self/limits": LIMITS + lines}))
     assert found == HostMemoryLimit("ulimit -v", 5 * MIB, 2 * MIB)
 
 
-def test_planner_allocator_and_doctor_read_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_and_allocator_read_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         host_memory, "host_memory_limit", lambda: HostMemoryLimit("ulimit -d", 700 * MIB, 200 * MIB)
     )
@@ -59,5 +58,3 @@ def test_planner_allocator_and_doctor_read_the_limit(monkeypatch: pytest.MonkeyP
     room = DeviceMemory.of(devices.of(cpu))
     assert (room.name, room.memory_bytes, room.free_bytes) == ("CPU (ulimit -d)", 700 * MIB, 500 * MIB)
     assert allocator.total_bytes(cpu) == 700 * MIB
-    found = {each.what: each.found for each in doctor.inspect_machine()}
-    assert found["memory"].startswith("700.0 MiB by ulimit -d, of ")

@@ -1,4 +1,4 @@
-"""Rules about classes of others: each speaks, about the right class, with a remedy that is accepted."""
+"""Rules about classes of other libraries apply to the right class, with an accepted remedy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PAGED = bitsandbytes.optim.PagedAdamW8bit
         ([FREE], [WeightAveraging, StochasticWeightAveraging], {}, Verdict.REJECTED),
     ],
 )
-def test_an_optimizer_is_judged_with_what_it_excludes(
+def test_an_optimizer_conflicts_with_what_it_excludes(
     optimizers: list[Any], others: list[Any], run: dict[str, str], verdict: Verdict
 ) -> None:
     for optimizer, other in itertools.product(optimizers, others):
@@ -93,7 +93,7 @@ def test_fused_with_clipping_under_lightnings_mixed_precision_is_rejected(
     assert found(fused, run={"run/clipping": "gradient_clip_val"}) == []
 
 
-def test_a_modules_own_optimizer_is_judged_by_the_first_technique_that_looks(net: Callable[..., Net]) -> None:
+def test_rules_apply_to_the_modules_own_optimizer(net: Callable[..., Net]) -> None:
     model = Deep()
     model.configure_optimizers = lambda: FREE(model.parameters(), lr=0.01)
     trainer = make_trainer(callbacks=[WeightAveraging(), GradientCheckpointing()])

@@ -1,4 +1,4 @@
-"""What every callback of the suite does: here that Lightning skips the hooks that it does not need."""
+"""Lightning calls only the per-batch hooks that a callback defines."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.support.models import Net, make_loader, make_trainer
 
 
 class Late(Net):
-    """Makes one of its layers in configure_model, as models do that are sharded."""
+    """Creates one of its layers in configure_model, as sharded models do."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "third"):
@@ -36,7 +36,7 @@ class Late(Net):
 
 
 class Queues(pl.Callback):
-    """Queues one change that writes down when it happened and what it found."""
+    """Queues one change that logs its stage, whether it was new, and whether the late layer existed."""
 
     def __init__(self, stage: Stage, log: list[Any]) -> None:
         self.stage = stage
@@ -69,7 +69,7 @@ class Staged(Precision):
 
 
 @pytest.mark.parametrize(("kind", "order"), [(Net, (0, 1, 2)), (Late, (2, 1, 0))])
-def test_stages_decide_and_not_the_list(kind: type[Net], order: tuple[int, ...]) -> None:
+def test_changes_run_in_the_order_of_stages_not_of_callbacks(kind: type[Net], order: tuple[int, ...]) -> None:
     log: list[Any] = []
     callbacks = [Queues(stage, log) for stage in (Stage.ADAPT, Stage.CHECKPOINT, Stage.COMPILE)]
     listed = [callbacks[i] for i in order]
@@ -79,7 +79,7 @@ def test_stages_decide_and_not_the_list(kind: type[Net], order: tuple[int, ...])
     assert log == changed
 
 
-def test_a_queued_change_counts_once_also_in_a_copy_and_lightning_finds_it() -> None:
+def test_a_queued_change_runs_once_even_in_a_copy_of_the_module() -> None:
     log: list[Any] = []
     model, trainer, callback = Net(), make_trainer(), Queues(Stage.TILE, log)
     assert not is_overridden("configure_model", model)
@@ -106,7 +106,7 @@ class Other(Layer):
 
 
 class Part(nn.Module):
-    """Has the children that it is given."""
+    """A module with any children."""
 
     def __init__(self, **children: nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def mixture() -> nn.Module:
 
 
 def stage() -> nn.Module:
-    """Return a stage of a hierarchical model: its blocks are meant, not the stage."""
+    """Return a stage of a hierarchical model, whose inner blocks are the blocks."""
     return Part(blocks=layers(2), downsample=Layer())
 
 
@@ -179,25 +179,19 @@ def test_blocks_are_chosen_by_class_name_pattern_class_or_predicate() -> None:
     assert list(select_blocks(model, "Other")) == ["layers.1"], "a word alone"
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda model: find_head(model, None) == ("3", model[3]),
-        lambda model: hidden_matrices(model) == {model[1].weight},
-        lambda model: Float8(emulate=True, skip=("3",)).apply(model) == 1,
-    ],
-)
-def test_a_computed_weight_is_not_read(look: Any) -> None:
+def test_searches_do_not_compute_parametrized_weights() -> None:
     """Each computation of the weight is a power iteration, which changes a buffer."""
     computed = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), computed, nn.Linear(16, 32))
     model[3].weight = model[0].weight
     before = copy.deepcopy(model.state_dict())
-    assert look(model)
+    assert find_head(model, None) == ("3", model[3])
+    assert hidden_matrices(model) == {model[1].weight}
+    assert Float8(emulate=True, skip=("3",)).apply(model) == 1
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_a_block_that_is_not_there_is_named_with_the_nearest() -> None:
+def test_an_unknown_block_is_named_with_the_nearest_class() -> None:
     with pytest.raises(ConfigError, match=r"blocks='Layr'.*'Layer'"):
         select_blocks(stack(Layer()), ["Layr"])
     trainer = make_trainer(callbacks=[GradientCheckpointing(blocks=["Nett"])], max_steps=1)

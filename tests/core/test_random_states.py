@@ -1,4 +1,4 @@
-"""Random states are captured and restored bit for bit, the deviate that NumPy keeps included."""
+"""Random states are captured and restored bit for bit, with the deviate that NumPy caches."""
 
 from __future__ import annotations
 

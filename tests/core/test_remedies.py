@@ -1,4 +1,4 @@
-"""A remedy is an override in a recipe and Python in a plain Trainer, and what it is for is then gone."""
+"""Each remedy removes the conflict that it is stated for, as an override and in Python."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ import yaml
 from lightning_eff.config import composition
 from lightning_eff.core import rules
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS, PACKAGE
-from lightning_eff.core.errors import (
-    Remedy,
-    keep_overrides,
-    list_remedy,
-)
+from lightning_eff.core.errors import Remedy
 from lightning_eff.core.rules import RuleFinding
 from lightning_eff.core.technique import Verdict
 from lightning_eff.run import build_trainer
@@ -53,7 +49,7 @@ def class_of(group: str, name: str) -> str:
 
 @functools.cache
 def findings(overrides: str) -> list[RuleFinding]:
-    """Judge a recipe as `plan` does."""
+    """Return the findings for a recipe, as `plan` computes them."""
     words = ["trainer.accelerator=cpu", "trainer.devices=1", *overrides.split()]
     trainer = build_trainer(composition.compose_recipe("baseline", words).values)
     return rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
@@ -62,11 +58,11 @@ def findings(overrides: str) -> list[RuleFinding]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if index % 7 == 0 else [pytest.mark.slow])
+        pytest.param(case, marks=[] if index == 0 else [pytest.mark.slow])
         for index, case in enumerate(REJECTED)
     ],
 )
-def test_each_remedy_removes_what_it_is_for(case: str) -> None:
+def test_each_remedy_removes_its_conflict(case: str) -> None:
     found = findings(case)
     assert found, "the case meets no rule any more"
     tried, before = 0, {(each.technique, each.rule.name) for each in found}
@@ -88,7 +84,8 @@ def stated_remedies() -> list[tuple[str, str]]:
     """Return both forms of each `Remedy(...)` in the package that states them as text."""
     found: list[tuple[str, str]] = []
     for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)) if "Remedy(" in text else ():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Remedy":
                 values: list[Any] = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
                 found += [(values[0], values[1])] if len(values) == 2 else []
@@ -110,12 +107,3 @@ def test_both_forms_set_the_same_parameter_of_the_same_class() -> None:
             assert f"{class_of(group, path[0])}({path[1]}=" in python, override
         elif path:
             assert f"{path[0]}=" in python, override
-
-
-def test_a_reader_gets_the_form_for_the_place() -> None:
-    remedy = Remedy("strategy=ddp", 'Trainer(strategy="ddp")')
-    assert f"try: {remedy}" == 'try: Trainer(strategy="ddp")'
-    with keep_overrides():
-        assert f"try: {remedy}" == "try: strategy=ddp"
-    ints = list_remedy("callbacks.micro_batch", "MicroBatch", "keep", ["1", "x"])
-    assert (ints.override, ints.python) == ("callbacks.micro_batch.keep=[1,x]", "MicroBatch(keep=['1', 'x'])")

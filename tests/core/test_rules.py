@@ -1,4 +1,4 @@
-"""Facts against facts: every rule speaks when it should."""
+"""Rules compare the facts of techniques: each conflict is found once, whatever the order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.models import Deep, make_loader, make_trainer
 
 
 class Stating(pl.Callback):
-    """A technique of someone else's that states what a test gives it."""
+    """A third-party technique with the facts that a test passes."""
 
     def __init__(self, *, facts: Facts) -> None:
         self.stated = facts
@@ -41,7 +41,7 @@ def rule(name: str, verdict: Verdict = Verdict.REJECTED) -> Rule:
     return Rule(name=name, reason="it breaks", remedies=("a=1", "b=2", "c=3", "d=4"), verdict=verdict)
 
 
-def test_an_exclusion_and_a_need_speak_whatever_the_order() -> None:
+def test_exclusions_and_needs_apply_in_any_order() -> None:
     excludes = stating(excludes=(rule("callbacks/empty_cache"),))
     for objects in ([excludes, EmptyCache()], [EmptyCache(), excludes]):
         (finding,) = rules.check_rules(objects, {})
@@ -55,7 +55,7 @@ def test_an_exclusion_and_a_need_speak_whatever_the_order() -> None:
     assert finding.found == "callbacks/gradient_checkpointing"
 
 
-def test_what_is_rejected_is_raised_together_and_what_the_machine_lacks_has_its_own_error() -> None:
+def test_rejections_are_raised_together_and_a_lacking_machine_has_its_own_error() -> None:
     conflicts = rules.check_rules(
         [stating(excludes=(rule("x"), rule("y"))), EmptyCache()], {"x": "1", "y": "2"}
     )
@@ -91,12 +91,12 @@ def test_plugins_that_replace_layers_late_are_rejected_with_surgery_alone(plugin
     assert rules.check_rules([bare(plugin), EmptyCache()], {}) == []
 
 
-def test_a_static_graph_is_read_off_the_strategy() -> None:
+def test_a_static_graph_is_a_fact_of_the_strategy() -> None:
     assert "run/static_graph" in rules.run_facts(make_trainer(strategy=DDPStrategy(static_graph=True)))
     assert "run/static_graph" not in rules.run_facts(make_trainer())
 
 
-def test_facts_are_stated_once_a_moment_however_many_techniques_ask() -> None:
+def test_facts_are_computed_once_per_moment() -> None:
     moments: list[bool] = []
 
     class Counted(Stating):

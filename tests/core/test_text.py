@@ -1,4 +1,4 @@
-"""Tables: columns as wide as their words; where a word must be broken, nothing is lost."""
+"""Tables fit a width; words are broken only where they must be, and none is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = [word for row in (HEADER, *ROWS) for cell in row for word in cell.replac
 
 
 @pytest.mark.parametrize("width", [None, 200, 100])
-def test_names_stay_whole_where_the_longest_fit_side_by_side(width: int | None) -> None:
+def test_words_stay_whole_if_the_longest_words_fit(width: int | None) -> None:
     lines = text_table(HEADER, ROWS, width=width).split("\n")
     assert sorted(" ".join(lines).split()) == sorted(WORDS)
     assert max(map(len, lines)) <= (width or 200)
@@ -24,7 +24,7 @@ def test_names_stay_whole_where_the_longest_fit_side_by_side(width: int | None) 
     )
 
 
-def test_where_they_do_not_fit_nothing_is_lost() -> None:
+def test_a_narrow_table_breaks_words_and_loses_none() -> None:
     lines = text_table(HEADER, ROWS, width=40).split("\n")
     assert max(map(len, lines)) <= 40
     assert sorted("".join("".join(lines).split())) == sorted("".join(WORDS))

@@ -63,11 +63,13 @@ def build(
     hidden = hidden_matrices(module, keywords.get("rest")) if needs_hidden else None
     decays = bool(keywords.get("weight_decay", decay))
     groups = parameter_groups(module, decays=decays, hidden=hidden, own=own)
+    # `lr_fraction` is not an option of any optimizer: remove it, and apply it to the rates afterwards.
     popped = [(group.pop("lr_fraction", None), group["params"]) for group in groups]
     fraction_of = {parameter: fraction for fraction, parameters in popped for parameter in parameters}
     built = optimizer(groups)
     if own is not None:
         for group in built.param_groups:
+            # All parameters of a group have the same fraction.
             fraction = fraction_of[group["params"][0]]
             if fraction is not None:
                 group["lr"] = group["lr"] * fraction
@@ -128,6 +130,7 @@ def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
     """Return the groups of the replaced optimizer, with their fractions of its learning rate."""
     rates = [float(g.get("max_lr", g.get("initial_lr", g.get("lr", 0.0)))) for g in own.param_groups]
     default = float(own.defaults.get("lr", 0.0))
+    # Fractions are relative to the default rate, unless no group uses it.
     base = default if default in rates else max(rates)
     groups: list[dict[str, Any]] = []
     for group, rate in zip(own.param_groups, rates, strict=True):

@@ -72,6 +72,7 @@ class PerParameter(WrapperOptimizer):
             allowed = f"{key} on the outer optimizer alone"
             raise ConfigError(key=f"optimizer.{key}", value=keywords[key], allowed=allowed)
         self._factory = functools.partial(inner, **options)
+        # For its groups, defaults and class; it never steps.
         template = self._factory(params)
         if isinstance(template, WrapperOptimizer):
             kind, allowed = type(template).__name__, "one that can step a single parameter"
