@@ -1,7 +1,4 @@
-"""Format forecasts, advice and tables of the planner as text, or as plain values for JSON.
-
-`plan` prints a `Plan`.
-"""
+"""Format forecasts, advice and tables of the planner as text, or as plain values for JSON; `plan` prints."""
 
 from __future__ import annotations
 
@@ -151,7 +148,7 @@ def sharding_text(sharding: ShardingTable) -> str:
     rows = sharding.rows()
     columns = {name: [row[f"{name}_bytes"] for row in rows] for name in COLUMNS}
     columns["per device"] = columns.pop("device")
-    # A value that is the same for any number of devices becomes one line instead of a column.
+    # A value that is the same for all numbers of devices is printed once, below the table.
     same = {title: sizes[0] for title, sizes in columns.items() if len({*sizes}) == 1}
     shown = {title: map(human_bytes, sizes) for title, sizes in columns.items() if title not in same}
     cells = zip((str(row["devices"]) for row in rows), *shown.values(), strict=True)
