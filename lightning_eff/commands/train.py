@@ -282,7 +282,7 @@ class _SweepJob:
             return None if metric is None else last_value(ended.report, metric)
         if exit_code(ended.failure) in STOPPED:
             raise ended.failure
-        # The error is pickled if the run had its own process. A traceback cannot be, so the text has its path.
+        # The error is pickled if the run had its own process; a traceback cannot be, so its path is named.
         place = f" (traceback: {path})" if (path := ended.failure.__dict__.get("error_log")) else ""
         first, *rest = root_cause_line(ended.failure).splitlines()
         raise SweepRunError(

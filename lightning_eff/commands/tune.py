@@ -253,7 +253,7 @@ class Search:
         return [*trials[:1], *able[: (len(able) + 1) // 2]]
 
     def rows(self) -> list[ComparisonRow]:
-        """Return the table so far; a row is excluded if it does not fit or one of its changes has no effect."""
+        """Return the table so far; a row is excluded if it does not fit or a change in it has no effect."""
         rows = self.rounds.table_rows()
         for row in rows:
             change = self._change_of(row)

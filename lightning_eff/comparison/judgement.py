@@ -1,8 +1,8 @@
 """Judge measured rows against the baseline: ratios, losses, which rows are excluded, and the verdict.
 
 Even two measurements of the same training differ. This noise is the larger of two estimates. One is the
-distance from 1 of the speed ratio of a row without effect. The other is twice the usual difference between
-the rounds of a trial: twice, because the row and the baseline both vary. Only a ratio beyond the noise counts.
+distance from 1 of the speed ratio of a row without effect. The other is twice the usual difference of the
+rounds of a trial: twice, because the row and the baseline both vary. Only a ratio beyond the noise counts.
 
 A technique with `exact = True` promises the loss of the plain run. If a row adds or removes only such
 techniques and its loss still differs, it is excluded, however fast it is. If training draws random numbers,

@@ -41,7 +41,7 @@ def compare(
             `baseline`, which is added without keywords if it is missing.
         max_steps: Optimizer steps per trial, at least 6: the first ones are not timed.
         rounds: Number of times each trial runs.
-        limit_s: Seconds after which a trial is killed; its training ends earlier, to leave time for the report.
+        limit_s: Seconds after which a trial is killed; its training ends earlier.
         seed: Seed of each process before it builds.
 
     Raises:

@@ -125,5 +125,5 @@ def result_of(code: int, folder: Path, limit_s: float) -> TrialResult:
     if report.get("measured", {}).get("num_batches"):
         return TrialResult(MEASURED, report=report)
     steps, training_s = report.get("num_steps", 0), limit_s * TRAINING_FRACTION
-    reason = f"too few batches to time: {steps} step{'s' * (steps != 1)}, with {training_s:.0f} s for training"
-    return TrialResult(FAILED, f"{reason}, a third of --limit-s")
+    reason = f"too few batches to time: {steps} step{'s' * (steps != 1)}"
+    return TrialResult(FAILED, f"{reason}, with {training_s:.0f} s for training, a third of --limit-s")

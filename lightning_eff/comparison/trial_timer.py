@@ -1,4 +1,4 @@
-"""Stop a trial's training before its process is killed; the first batch, which may compile, has extra time."""
+"""Stop a trial's training before its process is killed, with extra time for a first batch that compiles."""
 
 from __future__ import annotations
 

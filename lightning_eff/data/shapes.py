@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 DISTANCES = (torch.add, torch.hypot, torch.maximum)
-"""Distance measures, from the distances along both axes: diamond, disc and square, which are classes 1 to 3."""
+"""Distance by the distances along both axes: of a diamond, a disc and a square, which are classes 1 to 3."""
 MIN_RADIUS, MAX_RADIUS = 0.02, 0.05
 """Fractions of the image's size."""
 NOISE = 0.3

@@ -97,8 +97,8 @@ class DeviceMemory:
             limit = limit or host_memory.host_memory_limit()
             name = f"{device.name} ({limit.name})" if limit.name else device.name
             return cls(name, memory_bytes or limit.num_bytes, taken_bytes=limit.taken_bytes)
-        # Capability 0 means another vendor's GPU, or one of which only the memory is known. It gets the larger
-        # workspace: an estimate that is too high does little harm.
+        # Capability 0 means another vendor's GPU, or one of which only the memory is known. It gets the
+        # larger workspace: an estimate that is too high does little harm.
         is_small = device.capability not in (0, HOPPER)
         return cls(
             device.name,

@@ -38,7 +38,7 @@ PHASES = {
     "restore_training_state": "the load of a checkpoint",
     "_restore_modules_and_callbacks": "the load of a checkpoint",
 }
-"""Phase of a run, by function name; the innermost of these functions in the traceback decides (Lightning 2.6)."""
+"""Phase of a run, by the innermost of these functions of Lightning 2.6 in the traceback."""
 PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
 """Fraction of the free memory that a step with an override may need; some workspaces are not predicted."""

@@ -288,8 +288,8 @@ class _StopPrediction(Exception):  # noqa: N818 - not an error
 class _Record(pl.Callback):
     """Records until the probe is done, then ends the run; a step has at most `LONGEST_WINDOW` batches.
 
-    Why not `LambdaCallback`: its hooks are instance attributes. `OptimizerChoice` would mistake them for hooks
-    of the user, and keep gradients for them.
+    Why not `LambdaCallback`: its hooks are instance attributes. `OptimizerChoice` would mistake them for the
+    user's hooks, and keep gradients for them.
     """
 
     probe: Probe

@@ -187,7 +187,7 @@ class Migration:
         return True
 
     def settle(self) -> None:
-        """Convert the parts, choose the recipe, and drop settings that it has already or that nothing reads."""
+        """Convert the parts, choose the recipe, and drop settings that it already has or that nothing reads."""
         for convert in CONVERSIONS:
             if parts := self.parts.get(convert.__name__):
                 convert(self, parts)
