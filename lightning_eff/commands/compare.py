@@ -93,6 +93,7 @@ def main(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace, planned: dict[str, list[str]], comparison: TrialRounds) -> None:
     """Run all rounds, and combine the techniques that helped alone."""
     trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
+    # Right after the baseline, so that an early interruption leaves both.
     trials.insert(1, recipe_trial(options, AS_IT_IS, []))
 
     def combine() -> list[Trial]:
@@ -128,6 +129,7 @@ def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
     from lightning_eff.run import build_trainer
 
     overrides = _overrides(options, own, OWN_GROUPS)
+    # Composing and building a Trainer applies all rules, without model and data.
     try:
         with redirect_stdout(sys.stderr):
             path = RecipePath.of(options.config_dir)
@@ -157,5 +159,6 @@ def train_recipe(words: Sequence[str], folder: Path) -> int:
     """Run `lightning-eff train` in this process, and write its JSON to `REPORT_FILE` in `folder`."""
     from lightning_eff.commands.train import main
 
+    # The run lies in the trial's folder, which is deleted after the comparison.
     with (folder / REPORT_FILE).open("w", encoding="utf-8") as report, redirect_stdout(report):
         return main(parse(["train", *words, f'hydra.run.dir="{folder / "run"}"', "--json"]))

@@ -90,6 +90,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
         except ValueError as error:
             raise UsageError(f"generate: {error}") from error
 
+    # Lightning needs a loader with one batch; the step reads the prompt from `ids`.
     model.predict_step = predict_step
     loader: Any = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
     (rows,) = saved.run(trainer, model, dataloaders=loader)

@@ -73,6 +73,7 @@ def main(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which may be JSON
         trainer = build_trainer(values)
     rows, findings = _judge(trainer, composed.chain, options.overrides, device)
+    # The table comes before the prediction, which takes seconds.
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
         sys.stdout.flush()
@@ -174,6 +175,7 @@ def _judge(
             group, _, option = GROUP_OF.get(name, name).partition("/")
             set_by = _set_by(chain, overrides, group, option)
             rows[name] = PlanRow(name, non_default_config(technique), "on", set_by)
+    # A finding may be about a part of the Trainer that is no technique: it gets a row too.
     for finding in findings:
         row = rows.setdefault(finding.technique, PlanRow(finding.technique, {}, "on", ""))
         verdict = finding.rule.verdict.value
@@ -207,7 +209,7 @@ def _set_by(chain: RecipeChain, overrides: Sequence[str], group: str, name: str)
         if path != group:
             continue
         if not rest and (not is_many or name in str(item.value())):
-            setters = [str(item.input_line)]
+            setters = [str(item.input_line)]  # replaces the recipe's choice
         elif rest and (not is_many or rest.partition(".")[0] == name):
             setters.append(str(item.input_line))
     return ", ".join(setters)

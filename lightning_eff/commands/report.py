@@ -132,6 +132,7 @@ def numbered_runs(sweep: Path) -> list[Path]:
 def _newest(folder: Path) -> Path | None:
     """Return a recipe's newest run with a report, or the newest run if no run has a report."""
     for name in (LEDGER_FILE, RESOLVED):
+        # The runs of a sweep lie one folder deeper.
         found = [*folder.glob(f"*/{name}"), *folder.glob(f"sweep_*/*/{name}")]
         if found:
             return max((file.parent for file in found), key=began)
@@ -171,6 +172,7 @@ def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str
     log = folder / ERROR_LOG
     if log.is_file():
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        # The error is the last line of a traceback that is not indented.
         cause = next((line for line in reversed(lines) if line and not line[0].isspace()), "")
         return "failed", f"before its first step: {cause[:200]}"
     if settings and "efficiency_report" not in (settings.get("monitors") or {}):
@@ -190,6 +192,7 @@ def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str,
     """
     from lightning_eff.config.ckpt_path import portable_settings  # imports Lightning
 
+    # A run that failed before it was built has no config, and is left out of the differences.
     configs = [portable_settings(run.settings) for run in runs]
     differing = iter(setting_differences([config for config in configs if config]))
     rows = [_row(run, next(differing) if config else None) for run, config in zip(runs, configs, strict=True)]

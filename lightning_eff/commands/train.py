@@ -101,9 +101,11 @@ def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
 def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[str]) -> Ended:
     """Build a run, and fit it in the folder that Hydra then creates; a rejected run leaves no folder."""
     check_tasks(composed.values["trainer"], job.launch)
+    # Ranks of a launcher compose for themselves, at slightly different times: rank 0's folder applies.
     run_dir = shared_run_dir(job.launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
     composed = composed if run_dir == composed.run_dir else app.check(run_dir)
     try:
+        # In a list that `Job.fit` empties, so that no variable here keeps the run in memory.
         built = [job.build(composed.values, run_dir)]
     except (MemoryError, RuntimeError) as error:
         if (explained := job.explain(error, overrides)) is error:
@@ -163,6 +165,7 @@ class Job:
             from lightning_eff.launch import ray_driver
 
             ray = run.make("launch", values["launch"])
+            # Ray decides the number of workers; only devices that the user typed can contradict it.
             typed = {str(item.key_or_group) for item in parse_overrides(overrides)}
             recipes_own = [key for key in ("devices", "num_nodes") if f"trainer.{key}" not in typed]
             ray.check({**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")})
@@ -269,6 +272,7 @@ class _SweepJob:
                 a searching sweeper counts it.
         """
         hydra, job = HydraConfig.get(), self._job
+        # A process that a launcher plugin has started has no logging yet.
         if os.getpid() != self._home_pid:
             job.launch = Launch.of()
             configure_logging(job.launch)

@@ -78,6 +78,7 @@ def main(options: argparse.Namespace) -> int:
     until = time.monotonic() + 60 * options.minutes
     with redirect_stdout(sys.stderr):
         memory = DeviceMemory.of(devices.of(build_trainer(values).strategy.root_device))
+        # `--memory` limits the step, whatever this process has allocated already.
         if options.memory is not None:
             name = f"{memory.name} (--memory)"
             memory = replace(memory, name=name, memory_bytes=options.memory, taken_bytes=0)
@@ -158,6 +159,7 @@ def combinations(helped: Sequence[Change]) -> list[Change]:
     """
     best = helped[:NUM_COMBINED]
     found: list[Change] = []
+    # The largest first, since time may run out.
     for number in range(len(best), 1, -1):
         for chosen in itertools.combinations(best, number):
             pairs = itertools.combinations(chosen, 2)

@@ -84,6 +84,7 @@ def train_module(
     callbacks: Any = [*(own if isinstance(own, (list, tuple)) else [own]), monitor, TrialTimer(limit_s)]
     settings: dict[str, Any] = {**QUIET, **keywords, "callbacks": callbacks, "default_root_dir": folder}
     trainer = pl.Trainer(**settings)
+    # `fit` takes a data module and a loader by different keywords.
     is_module = isinstance(data, pl.LightningDataModule)
     trainer.fit(module, **{"datamodule" if is_module else "train_dataloaders": data})
     (folder / REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")

@@ -77,7 +77,7 @@ def forecast_text(forecast: MemoryForecast) -> str:
     warned = [f"warning: {text}" for text in forecast.prediction.warned]
     if peak is None or forecast.num_bytes is None:
         return "\n".join([f"peak not predicted: {forecast.prediction.reason}", *warned])
-    left = memory.free_bytes - forecast.num_bytes
+    left = memory.free_bytes - forecast.num_bytes  # negative if it does not fit
     fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
     path = f" in {peak.path}" if peak.path else ""
     what = "a step on one device, without sharding" if forecast.sharding.shares else "a step"

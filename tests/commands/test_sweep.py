@@ -13,6 +13,7 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig
 
+from lightning_eff.commands.train import last_value
 from lightning_eff.config.sweeps import OPTUNA, check_metric, check_storage
 from lightning_eff.core.errors import ConfigError, SweepRunError
 from tests.support.command_line import Command
@@ -80,15 +81,10 @@ def test_a_search_gets_the_last_value_of_each_run_or_the_error_of_a_failed_run(
     assert shown == [line.split()[:2] for line in out.splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
-def test_a_metric_that_no_run_logs_is_an_error_of_a_sweep(tiny: list[str], command: Command) -> None:
-    words = ["train", "baseline", *tiny, "optimized_metric=val_los"]
-    _, out, err = command(*words, "-m", "seed=1,2", code=2)
-    assert "optimized_metric='val_los': " in err
-    assert len(out.splitlines()) == 3, "a header and both runs"
-    assert err.count("Efficiency report of baseline") == 2
-    assert "what it did" not in err
+def test_a_metric_that_a_run_has_not_logged_is_an_error() -> None:
+    with pytest.raises(SweepRunError, match="optimized_metric='val_los'") as caught:
+        last_value({"metrics": {"val_loss": 1.0}}, "val_los")
+    assert caught.value.exit_code == 2
 
 
 def test_metric_and_storage_of_optuna_are_checked_before_the_first_run(tmp_path: Path) -> None:

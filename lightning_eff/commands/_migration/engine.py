@@ -78,7 +78,8 @@ class Migration:
         left_to_us: list[str] = []
         if not prefix and any(key in flat for key in table.variant.get("keys", ())):
             self.defaults = table.variant["defaults"]
-        for key in sorted(flat, key=lambda key: order.get(key, len(order))):  # later rows win
+        # In the order of the table, whose later rows win.
+        for key in sorted(flat, key=lambda key: order.get(key, len(order))):
             value, found = flat[key], table.find(key)
             if value == AUTO and not (found and isinstance(found[0].ours, Mapping) and AUTO in found[0].ours):
                 left_to_us.append(key)
@@ -175,6 +176,7 @@ class Migration:
         target = _target(setting.word)
         old = self.settings.get(target)
         if old is not None and old.word != setting.word:
+            # Neither a removal nor a default replaces an earlier setting.
             if setting.word.startswith("~") or (setting.given.is_default and not old.given.is_default):
                 return False
             is_choice = "." not in target and target not in RUN_KEYS
@@ -187,7 +189,7 @@ class Migration:
         return True
 
     def settle(self) -> None:
-        """Convert the parts, choose the recipe, and drop settings that it already has or that nothing reads."""
+        """Convert the parts, choose the recipe, and drop settings that it has or that no option reads."""
         for convert in CONVERSIONS:
             if parts := self.parts.get(convert.__name__):
                 convert(self, parts)
@@ -197,6 +199,7 @@ class Migration:
         listed = {name: {*chain.options(name)} or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
         for target, setting in list(self.settings.items()):
             group, _, option = target.partition(".")
+            # Hydra rejects adding a listed option, and removing one that is not listed.
             is_listed = option in listed.get(group, ())
             reason = "" if setting.is_of_option else self._unread(target, listed)
             if reason or setting.word.startswith("+" if is_listed else "~"):
@@ -260,6 +263,7 @@ def batches(found: Migration, parts: Mapping[str, Given]) -> None:
         nodes = f" trainer.num_nodes={machines}" if machines > 1 else ""
         found.set(parts["processes"], f"trainer.devices={max(1, ranks // machines)}{nodes}")
     given = parts.get("accumulation") or parts.get("per_device")
+    # The samples of a step are exact; a number of batches depends on the ranks of the new run.
     if sizes.get("global"):
         found.set(parts["global"], f"{ACCUMULATION}.global_batch_size={{whole}}")
     elif given and batch and ranks:

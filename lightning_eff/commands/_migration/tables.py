@@ -66,6 +66,7 @@ class Table:
         rows, parts = self.rows, key.split(".")
         if key in rows:
             return rows[key], parts[-1]
+        # The most specific row: `a.b.*` before `a.*`.
         for count in range(len(parts) - 1, 0, -1):
             row = rows.get(f"{'.'.join(parts[:count])}.*")
             if row is not None:
@@ -197,6 +198,7 @@ def filled(template: str, value: Any, key: str = "") -> str:
 
 def number(value: Any) -> float | None:
     """Return a finite number from a number or a string, or None."""
+    # In Python True is an int, and float() accepts "nan" and "1_000".
     if isinstance(value, bool) or not _NUMBER.fullmatch(str(value).strip()):
         return None
     found = float(str(value))  # infinite if a whole number is too large
