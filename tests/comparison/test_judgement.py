@@ -113,7 +113,6 @@ def test_an_exact_technique_with_another_loss_is_excluded() -> None:
     assert verdict([*rows.values()]).count("right") == 2
     assert CHANGES_LOSS in cells(rows["wrong"])[-1]
 
-
     rows = judged(row(BASELINE, (1.0,), EXACT), row("~a", (1.0,), loss=2.1))
     assert rows["~a"].excluded == CHANGES_LOSS, "removing an exact technique changes no loss either"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -79,8 +80,13 @@ def test_trials_that_helped_are_combined_best_first_without_conflicts() -> None:
     assert combine_trials([bf16], lambda _: True) is None, "that is a row already"
 
 
+@functools.cache
+def values_of(recipe: str) -> dict[str, Any]:
+    return compose_recipe(recipe, []).values
+
+
 def changes(recipe: str, *facts: str) -> list[str]:
-    return [" ".join(each) for each in changes_of(compose_recipe(recipe, []).values, facts)]
+    return [" ".join(each) for each in changes_of(values_of(recipe), facts)]
 
 
 def test_changes_keep_the_training_and_its_global_batch() -> None:
@@ -97,7 +103,6 @@ def test_changes_keep_the_training_and_its_global_batch() -> None:
     assert set(images) - set(changes("images", "run/batch_norm")) == {
         word for word in images if "micro_batch" in word
     }
-
 
     low = {*changes("low_memory")}
     assert {"~callbacks.gradient_checkpointing", "callbacks.gradient_checkpointing.policy=selective"} < low

@@ -74,7 +74,9 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("five")) for name in CASES]
+)
 def test_the_prediction_matches_the_measurement(name: str, tmp_path: Path) -> None:
     make, extra = CASES[name]
     assert_predicted_is_measured(make, extra, tmp_path)
