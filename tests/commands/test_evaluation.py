@@ -161,6 +161,7 @@ def test_limits_loaders_and_runs_that_cannot_be_evaluated(
     assert {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1"} <= found["metrics"].keys()
 
 
+@pytest.mark.slow
 def test_adapters_and_sharded_checkpoints_are_evaluated_as_they_were_trained(
     tiny: list[str], train: Callable[..., Path], command: Command
 ) -> None:

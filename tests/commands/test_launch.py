@@ -15,17 +15,11 @@ import pytest
 import yaml
 
 from lightning_eff.commands.launch import SHARED, ClusterJob
-from tests.support.command_line import Command
+from tests.support.command_line import TINY, Command
 
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "kubernetes.yaml").read_text())
 BIN = Path(sys.executable).parent
 KINDS = {"trainjob": "TrainJob", "jobset": "JobSet", "rayjob": "RayJob"}
-TINY = [
-    "trainer.accelerator=cpu", "trainer.max_steps=6", "trainer.val_check_interval=null", "data.batch_size=2",
-    "model.d_model=16", "model.num_layers=1", "model.num_heads=2", "data.context_length=16",
-    "callbacks=[exact_resume]", "model.context_length=16", "~monitors.text_sample", "precision=fp32",
-    "strategy=ddp",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "gpus"), [("trainjob", "8"), ("jobset", "0"), ("rayjob", "8")])
@@ -104,12 +98,11 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_the_command_of_a_pod_trains_on_two_machines(kind: str, tmp_path: Path) -> None:
-    words = [word for word in TINY if not word.startswith("trainer.max_steps")] + ["trainer.max_steps=2"]
-    job = ClusterJob(recipe="lm", words=words, nodes=2)
+    job = ClusterJob(recipe="lm", words=[*TINY, "strategy=ddp"], nodes=2)
     spec = yaml.safe_load(job.file(kind))["spec"]
     if kind == "trainjob":
         trainer = spec["trainer"]
-        command, variables = [*trainer["command"], *trainer["args"]], {}
+        command = [*trainer["command"], *trainer["args"]]
         variables = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": "1"}
     else:
         pods = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
