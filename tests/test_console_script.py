@@ -1,4 +1,4 @@
-"""The installed command in its own process, with a model that lies in the current folder."""
+"""The installed command in its own process, with a model in the current folder."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def script(*words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess
     return done
 
 
+@pytest.mark.slow
 def test_the_script_trains_a_model_of_the_current_folder(empty_folder: Path) -> None:
-    """It begins without the folder on its path."""
+    """A console script starts without the current folder on its path."""
     Path("my_model.py").write_text(MODEL)
     done = script("train", "baseline", *OWN, cwd=empty_folder)
     assert done.stderr.startswith("model: my_model.Checked ")
@@ -55,10 +56,10 @@ ERROR = "error: optimizer=adamw_8bitt: no such option"
         (["train", "lm", "--info", "searchpath"], 0, "Config search path", ""),
     ],
 )
-def test_the_answer_is_all_that_is_printed(
+def test_messages_of_libraries_are_not_printed(
     words: list[str], code: int, printed: str, error: str, tmp_path: Path
 ) -> None:
-    """torchao and bitsandbytes log what they miss, torch what it deprecates; Hydra logs to two streams."""
+    """torchao and bitsandbytes log missing parts, torch logs deprecations, Hydra logs to two streams."""
     done = script(*words, cwd=tmp_path, code=code)
     assert done.stderr.startswith(error)
     assert len(done.stderr.splitlines()) == bool(error)

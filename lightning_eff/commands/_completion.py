@@ -1,4 +1,4 @@
-"""Shell completion: the script for each shell, and the words that it requests."""
+"""Shell completion: a script for each shell, and the words that the script asks for."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Shared by `validate`, `test` and `predict`: load a checkpoint and evaluate it on its recipe's data.
 
-One device evaluates, whatever the run trained on, unless the user typed `trainer.devices` or a strategy, or a
-launcher has started the ranks. Several ranks are less exact: Lightning repeats samples so that all ranks get
-the same number. Techniques, precision and data are the config's. Nothing is logged, so the files of the
-evaluated run stay unchanged.
+By default one device evaluates, however many trained the run. The user may set `trainer.devices` or a
+strategy, or start ranks by a launcher. Then metrics are less exact, because Lightning repeats some samples to
+give all ranks the same number. Techniques, precision and data are those of the config. Nothing is logged, so
+the files of the run stay unchanged.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
     """Load a checkpoint and evaluate it; return the results in plain types.
 
     Raises:
-        ConfigError: The checkpoint does not fit the model, or the config cannot be used.
-        UsageError: The model or the data lack something that the verb needs, or there is no batch.
+        ConfigError: The config cannot be used.
+        UsageError: The model or the data lack a method that the verb needs, or there is no batch.
     """
     from lightning_eff.commands._predictions import Predictions
     from lightning_eff.core.rules import callbacks_of
@@ -54,6 +54,7 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
     verb, (trainer, data, model, found) = saved.verb, saved.build()
     if verb == "predict":
         run, root = saved.checkpoint.resolve().parent.parent, Path(saved.values["output_root"])
+        # Nothing is written outside the output root, even if the checkpoint lies there.
         is_run = run.is_relative_to(root.resolve()) and (run / RESOLVED).is_file()
         writer = Predictions((run if is_run else root) / "predictions", saved.checkpoint.stem)
         callbacks_of(trainer).append(writer)
@@ -79,7 +80,6 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
 
 
 def _show(found: Mapping[str, Any], *, as_json: bool) -> None:
-
     if as_json:
         print_json(found)
         return

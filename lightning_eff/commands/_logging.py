@@ -1,4 +1,4 @@
-"""Configure logging in a verb's process, which is one of a run's ranks."""
+"""Configure logging for a verb; its process may be one of several ranks of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_eff.launch.job import RUN_DIR, Launch
 
 
 class _Formatter(logging.Formatter):
-    """Formats a message for a terminal, which must not execute escapes in a file's name."""
+    """Escapes control characters, so that a file's name cannot change the terminal."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -22,12 +22,15 @@ class _Formatter(logging.Formatter):
 
 
 def configure_logging(launch: Launch) -> None:
-    """Print this package's messages, on rank 0 or with the rank's number, without importing Lightning."""
+    """Print this package's messages: all of them on rank 0, elsewhere warnings with the rank's number.
+
+    Lightning is not imported, because it takes seconds.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"))
     logging.basicConfig(level=logging.ERROR if launch.rank else logging.WARNING, handlers=[handler])
     logging.getLogger("lightning_eff").setLevel(logging.WARNING if launch.rank else logging.INFO)
-    if launch.rank or RUN_DIR in os.environ:  # another process composed it and has logged it
+    if launch.rank or RUN_DIR in os.environ:  # another process has composed this config and logged it
         logging.getLogger("lightning_eff.config.resolution").setLevel(logging.ERROR)
     if launch.rank:
         for category in (NoEffectWarning, ConflictWarning, SlowPathWarning):
@@ -35,7 +38,7 @@ def configure_logging(launch: Launch) -> None:
 
 
 def take_over_lightning(launch: Launch) -> None:
-    """Import Lightning (takes seconds), and print its messages through the root handler, on rank 0 only."""
+    """Import Lightning, and print its messages through the root handler, on rank 0 only."""
     import lightning
 
     logging.getLogger(lightning.__name__).handlers.clear()

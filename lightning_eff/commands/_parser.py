@@ -32,10 +32,10 @@ lightning-eff VERB --help shows a verb's options and examples
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would exit, and suggests the nearest choice where argparse would list all."""
+    """Raises an error instead of exiting, and suggests the nearest choice instead of listing all choices."""
 
     takes = ""
-    """The words that a verb takes, besides options."""
+    """The words of a verb besides its options, as its usage shows them."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -270,6 +270,7 @@ WITHOUT_OPTIONS = {
 def build() -> tuple[Parser, dict[str, Parser]]:
     """Return the parser of the command line, and the parser of each verb."""
     common = argparse.ArgumentParser(add_help=False)
+    # SUPPRESS: otherwise the verb's parser would reset a flag that precedes the verb.
     for flag, about in (
         ("--json", "print JSON on the standard output"),
         ("--debug", "print full tracebacks"),
@@ -325,6 +326,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ('lm', ['seed=2', '~callbacks'], True)
     """
     top, parsers = build()
+    # argparse knows the options; recipe and overrides may stand anywhere between them.
     options, rest = top.parse_known_args(words, argparse.Namespace(json=False, debug=False))
     parser = parsers.get(options.verb, top)
     unknown = [word for word in rest if word.startswith("-")]
@@ -347,7 +349,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -> None:
-    """Set recipe and overrides from the words of a verb, and the verb's other words."""
+    """Set recipe, overrides, and the other words of a verb, from the words that are no options."""
     if parser.takes == ON_CLUSTER:
         options.kind = rest.pop(0) if rest else ""
         if options.kind not in CLUSTERS:
@@ -356,6 +358,7 @@ def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -
         if len(rest) != 2:
             parser.error(f"expected a recipe and the file to write, not: {' '.join(rest)}")
         options.file = rest.pop()
+    # An override has a `=` or begins with `~` (Hydra's deletion).
     recipes = [word for word in rest if "=" not in word and not word.startswith("~")]
     if len(recipes) != 1:
         found = f"one recipe, not {len(recipes)}: {' '.join(recipes)}" if recipes else "a recipe"

@@ -13,9 +13,10 @@ from lightning_eff.checkpoint.atomic_io import AtomicFiles
 
 
 class Predictions(BasePredictionWriter):
-    """Saves `predictions`, one entry per batch, and `indices`, their samples' positions in the data set.
+    """Saves `predictions`, one entry per batch, and `indices`, the positions of its samples in the data set.
 
-    With several loaders, both contain one such list per loader. An existing file of that name is replaced.
+    With several loaders, both have one such list per loader. An earlier file of the same checkpoint is
+    replaced.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -27,6 +28,7 @@ class Predictions(BasePredictionWriter):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
         if trainer.world_size > 1:
+            # A rank has only its own samples; `indices` tell which.
             rank = f"-rank{trainer.global_rank}-of-{trainer.world_size}"
             self.file = self.file.with_name(f"{self.file.stem}{rank}.pt")
         indices = batch_indices[0] if len(batch_indices) == 1 else batch_indices

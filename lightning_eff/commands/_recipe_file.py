@@ -1,4 +1,4 @@
-"""Find a recipe that a word names by its file, in the file's folder; the parser calls it."""
+"""Find the recipe that a word on the command line names, by its name or by its file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SUFFIX = ".yaml"
 def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, list[str]]:
     """Return a recipe's name, and the user's folders in search order.
 
-    A word with a slash or the ending `.yaml` is a file; its folder is searched first. Below a folder of
-    `config_dir`, such a word may also name a recipe.
+    A word with a slash or the ending `.yaml` is a file, whose folder is then searched first. The file may
+    also lie below one of the folders in `config_dir`.
 
     Raises:
         UsageError: There is no such file.
@@ -40,7 +40,11 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
 
 
 def words_of(word: str, config_dir: Sequence[str]) -> list[str]:
-    """Return the arguments that name the same recipe in another command, given `find_recipe`'s results.
+    """Return the words that name the same recipe in another command.
+
+    Args:
+        word: The recipe as typed.
+        config_dir: The folders that `find_recipe` returned.
 
     Example:
         >>> words_of("mine/my.yaml", ["mine", "parts"]), words_of("lm", [])

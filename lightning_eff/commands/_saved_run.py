@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from lightning_eff.commands._logging import configure_logging, take_over_lightni
 from lightning_eff.commands._recipe_file import words_of
 from lightning_eff.config.composition import recipe_app
 from lightning_eff.config.recipes import RecipePath
-from lightning_eff.core.catalog import RESOLVED
-from lightning_eff.core.errors import ConfigError, NoEffectWarning, UsageError
+from lightning_eff.core.errors import NoEffectWarning, UsageError
 from lightning_eff.launch.job import Launch, check_local, num_ranks
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ CHOOSES_DEVICES = ("trainer.devices", "trainer.num_nodes", "strategy")
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint with its config, which is for one device unless the user has chosen others."""
+    """A checkpoint, and its config for one device or for the devices that the user has chosen."""
 
     verb: str
     values: Mapping[str, Any]
@@ -37,10 +35,10 @@ class SavedRun:
     """The requested checkpoint: `last`, `best` or a path."""
     notes: list[str]
     run_dir: Path
-    """Where ranks that are still to be started log errors."""
+    """Folder in which other ranks log their errors."""
 
     def build(self, **changes: Any) -> tuple[pl.Trainer, Any, Any, dict[str, Any]]:
-        """Return Trainer, data and model as in `train`, without loggers, and a summary of the checkpoint."""
+        """Build Trainer, data and model as `train` does, without loggers; return them and a summary."""
         import lightning.pytorch as pl
 
         from lightning_eff import run
@@ -58,11 +56,10 @@ class SavedRun:
         return trainer, data, model, found
 
     def run(self, trainer: pl.Trainer, model: Any, **options: Any) -> Any:
-        """Call a method of the Trainer, with short errors in place of Lightning's long ones.
+        """Call the verb's method of the Trainer.
 
         Raises:
-            ConfigError: The checkpoint does not fit the model.
-            UsageError: The model or the data lack something that the verb needs.
+            UsageError: The model or the data lack a method that the verb needs.
         """
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -75,17 +72,6 @@ class SavedRun:
                 return method(model, ckpt_path=self.checkpoint, weights_only=True, **options)
             except MisconfigurationException as error:
                 raise UsageError(f"{self.verb}: {error}") from error
-            except RuntimeError as error:
-                if "Error(s) in loading state_dict" not in str(error):
-                    raise
-                # PyTorch lists every key that differs; the first ones are enough.
-                keys = " ".join(line.strip() for line in str(error).splitlines()[1:])
-                keys = textwrap.shorten(keys, 200, placeholder=" ...")
-                run, allowed = self.checkpoint.parent.parent, f"a checkpoint of this model; {keys}"
-                remedies = [f"lightning-eff {self.verb} {run}"] if (run / RESOLVED).is_file() else []
-                remedies.append("the overrides that the run was trained with")
-                key, value = "ckpt_path", str(self.checkpoint)
-                raise ConfigError(key, value, allowed=allowed, remedies=remedies) from error
 
 
 def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
@@ -118,7 +104,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
 def _on_one_device(
     values: dict[str, Any], overrides: Sequence[str], launch: Launch
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a config for one device, unless the user has chosen devices, and a note about it."""
+    """Return the config with one device, unless the user has chosen devices, and notes about the change."""
     ranks = num_ranks(values["trainer"])
     if launch.by or any(word.lstrip("+").startswith(CHOOSES_DEVICES) for word in overrides):
         return values, []

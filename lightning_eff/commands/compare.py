@@ -46,7 +46,7 @@ from lightning_eff.launch.job import check_local
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
-"""Groups that a row sets itself; the user's settings of them apply only to the recipe's own row."""
+"""Groups that a row sets itself; the user's overrides of them apply only to the unchanged recipe."""
 IN_A_PROCESS = "a trial is a process of this machine"
 
 
@@ -91,8 +91,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, planned: dict[str, list[str]], comparison: TrialRounds) -> None:
-    """Run all rounds; trials that helped alone are combined."""
+    """Run all rounds, and combine the techniques that helped alone."""
     trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
+    # Right after the baseline, so that an early interruption leaves both.
     trials.insert(1, recipe_trial(options, AS_IT_IS, []))
 
     def combine() -> list[Trial]:
@@ -104,7 +105,7 @@ def _measure(options: argparse.Namespace, planned: dict[str, list[str]], compari
 
 
 def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the trials that `--only` names, and the baseline, with the user's settings added to each."""
+    """Return the baseline, the trials that `--only` names (by default all), and the user's own rows."""
     trials = single_technique_trials(values)
     if options.only is not None:
         kept = {BASELINE}
@@ -123,11 +124,12 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
 
 
 def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
-    """Return whether the rules allow a combination; every other trial is checked in its own process."""
+    """Return whether the rules allow a combination; other trials are checked in their own process."""
     from lightning_eff.core import rules
     from lightning_eff.run import build_trainer
 
     overrides = _overrides(options, own, OWN_GROUPS)
+    # Composing and building a Trainer applies all rules, without model and data.
     try:
         with redirect_stdout(sys.stderr):
             path = RecipePath.of(options.config_dir)
@@ -154,8 +156,9 @@ def _overrides(options: argparse.Namespace, own: Sequence[str], without: Sequenc
 
 
 def train_recipe(words: Sequence[str], folder: Path) -> int:
-    """Run `lightning-eff train` in this process, with its JSON in `REPORT_FILE` of `folder`."""
+    """Run `lightning-eff train` in this process, and write its JSON to `REPORT_FILE` in `folder`."""
     from lightning_eff.commands.train import main
 
+    # The run lies in the trial's folder, which is deleted after the comparison.
     with (folder / REPORT_FILE).open("w", encoding="utf-8") as report, redirect_stdout(report):
         return main(parse(["train", *words, f'hydra.run.dir="{folder / "run"}"', "--json"]))

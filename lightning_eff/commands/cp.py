@@ -29,7 +29,7 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:
         allowed = f"a new file that can be written ({error.strerror or error})"
         raise ConfigError(key="FILE", value=options.file, allowed=allowed) from error
-    # The copy needs these folders; its own folder is searched without being named.
+    # The copy needs the recipe's folders; the copy's own folder is searched anyway.
     needed = [folder for folder in path.folders if folder != target.parent.resolve()]
     words = ["lightning-eff", "train", str(target), *RecipePath(tuple(needed)).options()]
     if options.json:

@@ -35,9 +35,9 @@ class CheckResult:
     what: str
     found: str
     status: str = "ok"
-    """`ok`, `note` (works, but could be better) or `problem` (something does not work)."""
+    """`ok`, `note` (a limitation) or `problem` (something does not work)."""
     fix: str = ""
-    """One command; empty if there is nothing to fix."""
+    """A command that fixes it; empty if nothing is wrong."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
 def check_result(
     what: str, is_ok: object, found: str, otherwise: str, fix: str, *, problem: bool = False
 ) -> CheckResult:
-    """Return `found` if the check passes, else a note or problem with `otherwise` and the fix."""
+    """Return a result with the text `found` if `is_ok`, else a note or problem with `otherwise` and `fix`."""
     if is_ok:
         return CheckResult(what, found)
     return CheckResult(what, otherwise, "problem" if problem else "note", fix)
@@ -68,6 +68,7 @@ def inspect_machine() -> list[CheckResult]:
 def _packages() -> Iterator[CheckResult]:
     yield CheckResult("python", platform.python_version())
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
+    # A line is `name==version; marker`.
     pins = (line.partition(";")[0].strip().partition("==") for line in lines if "==" in line)
     tested = {name.strip().lower(): version for name, _, version in pins}
     for package in (*REQUIRED, *OPTIONAL):
@@ -79,7 +80,7 @@ def _packages() -> Iterator[CheckResult]:
             status = "problem" if package in REQUIRED else "note"
             yield CheckResult(package, "not installed", status, install)
         else:
-            same = not pin or version.partition("+")[0] == pin
+            same = not pin or version.partition("+")[0] == pin  # 2.13.0+cpu is a build of 2.13.0
             yield check_result(package, same, version, f"{version} (tested with {pin})", install)
 
 

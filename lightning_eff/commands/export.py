@@ -44,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
     if path is None or not path.exists():
         allowed = f"an existing checkpoint, or last with a complete one in {run_dir}"
         raise ConfigError(key="--checkpoint", value=options.checkpoint, allowed=allowed)
-    # The run's own config, checked like a config for training.
+    # A run's config is data: it is checked like any config before a class is created.
     values = compose_recipe(Path(RESOLVED).stem, [], RecipePath((run_dir.resolve(),)), writes=False).values
     is_adapted = "peft_adapter" in (values.get("callbacks") or {})
     kind = "adapter" if is_adapted and not options.merge else "model"
@@ -81,7 +81,7 @@ def _find_run(run: str, root: Path) -> Path:
 
 
 def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is_adapted: bool) -> list[str]:
-    """Build the run's model, load its checkpoint and write all files in one step; return remarks."""
+    """Build the run's model, load its checkpoint and write the folder; return remarks for the user."""
     model: Any = run.model_again(values)
     notes = _load(model, path, is_adapted=is_adapted)
     try:
@@ -106,6 +106,7 @@ def _export(values: Mapping[str, Any], path: Path, out: Path, *, merge: bool, is
 
 
 def _load(model: Any, path: Path, *, is_adapted: bool) -> list[str]:
+    """Load a checkpoint into the model; return a remark if quantization rounded the base differently."""
     checkpoint = stored_weights.checkpoint(path)
     fingerprint = adapter_state.Fingerprint(exact=False)
     try:

@@ -1,7 +1,7 @@
 """Continue a prompt with a checkpoint of a language model, or answer it by a chat template.
 
-The prompt is the only batch of a `Trainer.predict` whose step generates, so precision, adapters and
-quantization are the run's. The compiler is left out, because it would compile for each text length.
+`Trainer.predict` runs with the prompt as its only batch, so precision, adapters and quantization are those of
+the run. `torch_compile` is off, because it would compile for each length of the text.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     """Load a checkpoint and continue the prompt; return the texts in plain types.
 
     Raises:
-        ConfigError: The model is not a language model, the prompt is too long, or the checkpoint does not
-            fit.
+        ConfigError: The model is not a language model, or the prompt is too long.
         UsageError: The template or the model rejects the prompt or an option.
     """
     import torch
@@ -78,7 +77,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     if len(ids) > context:
         key, allowed = "--prompt", f"at most {context}, the context of the model"
         raise ConfigError(key, f"{len(ids)} tokens", allowed=allowed, remedies=["a shorter prompt"])
-    # Options that are not typed are the model's choice: GPT is greedy, others have a generation config.
+    # Only typed options are passed: GPT is greedy by default, other models have a generation config.
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     typed = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if len(typed) > 1 or options.seed is not None or options.num_samples > 1:
@@ -91,6 +90,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
         except ValueError as error:
             raise UsageError(f"generate: {error}") from error
 
+    # Lightning needs a loader with one batch; the step reads the prompt from `ids`.
     model.predict_step = predict_step
     loader: Any = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
     (rows,) = saved.run(trainer, model, dataloaders=loader)
@@ -103,7 +103,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
 
 
 def _chat_prompt(data: Any, prompt: str, system: str | None) -> list[int]:
-    """Return the tokens of a conversation up to the answer, using the chat template of the data's tokenizer.
+    """Return the tokens of a conversation up to the answer, by the chat template of the data's tokenizer.
 
     Raises:
         UsageError: There is no template, or it rejects the conversation.

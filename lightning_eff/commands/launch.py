@@ -85,6 +85,7 @@ class ClusterJob:
             added += ["launch.gpu=true"] * bool(self.gpus)
         if kind != "slurm":
             added.append(f"output_root={self.folder}")
+        # A key that the user has typed is not set again.
         typed = {word.partition("=")[0].lstrip("+") for word in self.words}
         added = [word for word in added if word.partition("=")[0] not in typed]
         return _TEMPLATES.get_template(f"{kind}.j2").render(
@@ -125,6 +126,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
             allowed = f"auto: {option} {asked} sets how many start"
             remedies = [f"leave {by_user} out"]
             raise ConfigError(key=f"trainer.{key}", value=found, allowed=allowed, remedies=remedies)
+        # The ranks that the cluster starts decide: a number in the config would contradict them.
         if found != "auto":
             words = [word for word in words if word != by_user] + [f"trainer.{key}=auto"]
     given = {"--kind": options.kind_of_job, "--image": options.image, "--claim": options.claim}
@@ -136,6 +138,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
     if options.kind == "k8s" and not PurePosixPath(root).is_absolute():
         allowed = f"the path at which pods mount the runs, as in {SHARED}"
         raise ConfigError(key="output_root", value=root, allowed=allowed)
+    # Without GPUs, a machine starts as many ranks as the recipe has devices.
     on_cpu = {"accelerator": "cpu", "devices": trainer.get("devices", "auto")}
     named = {"image": options.image, "claim": options.claim}
     return ClusterJob(

@@ -17,7 +17,7 @@ PLACEHOLDERS = {
     "model.name": ("NAME", "NAME is a model on the hub, or its folder"),
     "data.paths": ("PATH", "PATH is a file, a folder, or hf://datasets/OWNER/NAME"),
 }
-"""Defaults for a language model's recipe that the file may lack."""
+"""Settings that a language model's recipe needs: what the command has if the file lacks them, and a note."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -25,7 +25,6 @@ def main(options: argparse.Namespace) -> int:
     if not options.word:
         raise UsageError("migrate: expected a file\n  try: lightning-eff migrate training_args.json")
     check_path("FILE", options.word)
-
     found, code = migration(Path(options.word), options.source)
     if options.json:
         print_json(found)
@@ -35,18 +34,18 @@ def main(options: argparse.Namespace) -> int:
 
 
 def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], int]:
-    """Return the migrated command of another tool's file, as plain values, and the exit code.
+    """Convert another tool's file; return the command as plain values, and the exit code.
 
     Args:
         file: JSON or YAML.
-        source: The tool; None recognizes it.
+        source: Name of the tool; None detects it from the keys.
 
     Raises:
         UsageError: The file, or a file that it names, cannot be read, or belongs to no known tool.
     """
     from lightning_eff.commands._migration.engine import Migration
     from lightning_eff.commands._migration.tables import read_file, read_table, recognize
-    from lightning_eff.commands.plan import check_anywhere
+    from lightning_eff.config.composition import compose_recipe
 
     content = read_file(file)
     name = source or recognize(content, file)
@@ -66,7 +65,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     checked = [word for word in words if not any(word.startswith(f"{key}.") for key in named)]
     rejected, code = "", EXIT_OK
     try:
-        check_anywhere(found.recipe, checked)
+        compose_recipe(found.recipe, checked, writes=False)
     except PRE_RUN_ERRORS as error:
         rejected, code = str(error), error.exit_code
     return {

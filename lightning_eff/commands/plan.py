@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_eff.config.composition import compose_recipe
 from lightning_eff.config.overrides import parse_overrides
 from lightning_eff.config.recipes import RecipeChain, RecipePath
-from lightning_eff.core.batch_size import check_global_batch
 from lightning_eff.core.catalog import MULTI_CHOICE_GROUPS
-from lightning_eff.core.errors import EXIT_OK, ConfigError, keep_overrides, suggest_name
+from lightning_eff.core.errors import EXIT_OK, ConfigError, suggest_name
 from lightning_eff.core.text import (
     UNITS,
     WIDTH,
@@ -25,7 +23,7 @@ from lightning_eff.core.text import (
     print_json,
     text_table,
 )
-from lightning_eff.launch.job import check_local, num_ranks
+from lightning_eff.launch.job import check_local
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -37,15 +35,13 @@ if TYPE_CHECKING:
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
 """Techniques that a recipe sets through a group of another name."""
-OF_THIS_MACHINE = ("machine/", "run/cpu", "run/cuda", "run/one_device", "run/many_devices")
-"""Facts in rules that another machine may lack."""
 VERDICTS = ("on", "fine", "adjusted", "warned", "REJECTED")
 """In increasing severity."""
 
 
 @dataclass
 class PlanRow:
-    """A technique, its non-default arguments, and the rules' findings with their remedies."""
+    """A technique, its non-default arguments, and what the rules found, with remedies."""
 
     technique: str
     asked: dict[str, Any]
@@ -77,6 +73,7 @@ def main(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which may be JSON
         trainer = build_trainer(values)
     rows, findings = _judge(trainer, composed.chain, options.overrides, device)
+    # The table comes before the prediction, which takes seconds.
     if not options.json:
         sys.stdout.write(f"{_format_rows(rows)}\n\n")
         sys.stdout.flush()
@@ -93,30 +90,8 @@ def main(options: argparse.Namespace) -> int:
     raise_rejected(findings)
     error = plan.forecast.prediction.error
     if error is not None and hasattr(error, "exit_code"):
-        raise error  # like `train`
+        raise error  # `train` would raise it too
     return EXIT_OK
-
-
-@keep_overrides()
-def check_anywhere(recipe: str, overrides: Sequence[str]) -> None:
-    """Reject a command that `plan` would reject on any machine, whatever devices and folders this one has.
-
-    Raises:
-        UsageError, ConfigError, ConflictError, EnvironmentLacksError: As in `plan`, without model and data.
-    """
-    from lightning_eff.core import rules
-    from lightning_eff.run import build_trainer
-
-    logging.disable(logging.WARNING)  # about settings that another option drops
-    try:
-        values = compose_recipe(recipe, overrides, writes=False).values
-        here = values["trainer"] | {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
-        trainer = build_trainer(values | {"trainer": here, "logger": None})
-    finally:
-        logging.disable(logging.NOTSET)
-    findings = rules.verdict_on(trainer)
-    rules.raise_rejected(each for each in findings if not each.rule.name.startswith(OF_THIS_MACHINE))
-    check_global_batch(values, num_ranks(values["trainer"]))
 
 
 def split_device(words: Sequence[str]) -> tuple[Device | None, int | None, list[str]]:
@@ -200,6 +175,7 @@ def _judge(
             group, _, option = GROUP_OF.get(name, name).partition("/")
             set_by = _set_by(chain, overrides, group, option)
             rows[name] = PlanRow(name, non_default_config(technique), "on", set_by)
+    # A finding may be about a part of the Trainer that is no technique: it gets a row too.
     for finding in findings:
         row = rows.setdefault(finding.technique, PlanRow(finding.technique, {}, "on", ""))
         verdict = finding.rule.verdict.value
@@ -233,7 +209,7 @@ def _set_by(chain: RecipeChain, overrides: Sequence[str], group: str, name: str)
         if path != group:
             continue
         if not rest and (not is_many or name in str(item.value())):
-            setters = [str(item.input_line)]
+            setters = [str(item.input_line)]  # replaces the recipe's choice
         elif rest and (not is_many or rest.partition(".")[0] == name):
             setters.append(str(item.input_line))
     return ", ".join(setters)

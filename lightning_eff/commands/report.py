@@ -1,8 +1,8 @@
 """Show the report of a run again and rebuild its page, or compare several runs side by side.
 
-For several runs it shows the settings that differ, their figures, and ratios to the first run. Ratios are
-shown only for runs with the first run's machine and versions; others are not comparable. A sweep ends with
-the same table.
+The table of several runs has the settings that differ, the figures, and ratios to the first run. A run on
+another machine or with other versions gets no ratios, because it is not comparable. A sweep prints the same
+table at its end.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ ERROR_LOG = "error.log"
 OVERRIDES = ".hydra/overrides.yaml"
 VAL_LOSS = "val_loss"
 RATIOS = {"speed_ratio": "samples_per_s", "peak_ratio": "peak_bytes"}
-MAX_IN_COLUMN = 60
-"""Longest settings of a run in characters; longer ones are printed below the table, for all runs."""
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """The files that a run has left, and how it ended."""
+    """The content of a run's files, and how the run ended."""
 
     folder: Path
     label: str
-    """Its folder below the output root: recipe and time; in a sweep, its number too."""
+    """Path of the folder below the output root: recipe and time, and in a sweep the run's number."""
     status: str
     reason: str
     report: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Empty if the run has none."""
+    """Efficiency report; empty if the run has none."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The composed config; empty outside recipes, and if the run failed before it was built."""
+    """The composed config; empty for a run without a recipe, or one that failed before it was built."""
     overrides: Sequence[str] = ()
-    """The typed overrides of a run without settings."""
+    """The typed overrides; kept only if there are no settings."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -98,8 +96,8 @@ def find_runs(word: str, root: Path) -> list[Path]:
     """Return the folders of the runs that a word names.
 
     Args:
-        word: A run's folder or its efficiency.json; a sweep's folder, for all its runs; or a recipe's name or
-            file, for its newest run.
+        word: A run's folder; a sweep's folder, for all its runs; or a recipe's name or file, for its newest
+            run.
         root: Folder of all runs.
 
     Raises:
@@ -107,9 +105,7 @@ def find_runs(word: str, root: Path) -> list[Path]:
     """
     check_path("RUN", word)
     path = Path(word)
-    if path.name == LEDGER_FILE and path.is_file():
-        return [path.parent]
-    if _is_run(path):
+    if any((path / name).is_file() for name in (LEDGER_FILE, RESOLVED, ERROR_LOG)):
         return [path]
     if runs := numbered_runs(path):
         return runs
@@ -120,12 +116,10 @@ def find_runs(word: str, root: Path) -> list[Path]:
             return [newest]
     recipes = {each.parents[1].name for each in root.glob(f"*/*/{RESOLVED}")}
     hint = f"of recipes {suggest_name(recipe, recipes)}"
-    remedies: list[str] = []
     if path.is_dir():
         hint = f"{word} holds neither {LEDGER_FILE} nor {RESOLVED}"
-        remedies = [f"lightning-eff report {each}" for each in sorted(path.iterdir()) if _is_run(each)][-1:]
     allowed = f"a run's folder, a sweep's, or a recipe with runs in {root}; {hint}"
-    raise ConfigError(key="RUN", value=word, allowed=allowed, remedies=remedies)
+    raise ConfigError(key="RUN", value=word, allowed=allowed)
 
 
 def numbered_runs(sweep: Path) -> list[Path]:
@@ -135,13 +129,10 @@ def numbered_runs(sweep: Path) -> list[Path]:
     return sorted(numbered, key=lambda each: int(each.name))
 
 
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (LEDGER_FILE, RESOLVED, ERROR_LOG))
-
-
 def _newest(folder: Path) -> Path | None:
-    """Return a recipe's newest run with a report, or its newest run if none has one."""
+    """Return a recipe's newest run with a report, or the newest run if no run has a report."""
     for name in (LEDGER_FILE, RESOLVED):
+        # The runs of a sweep lie one folder deeper.
         found = [*folder.glob(f"*/{name}"), *folder.glob(f"sweep_*/*/{name}")]
         if found:
             return max((file.parent for file in found), key=began)
@@ -181,6 +172,7 @@ def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str
     log = folder / ERROR_LOG
     if log.is_file():
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        # The error is the last line of a traceback that is not indented.
         cause = next((line for line in reversed(lines) if line and not line[0].isspace()), "")
         return "failed", f"before its first step: {cause[:200]}"
     if settings and "efficiency_report" not in (settings.get("monitors") or {}):
@@ -189,16 +181,18 @@ def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str
 
 
 def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str, Any]:
-    """Return one row per run, and notes, in plain types.
+    """Return the table as plain values: one row per run, and notes.
 
-    A row contains only the settings that differ, None for an unset one. A missing figure is None.
+    A row contains only the settings that differ between the runs. An unset setting and a missing figure are
+    None.
 
     Args:
         runs: One or more runs.
-        metric: Any metric that the runs log, for the last of the loss columns.
+        metric: A metric that the runs log, for the column after the training loss.
     """
     from lightning_eff.config.ckpt_path import portable_settings  # imports Lightning
 
+    # A run that failed before it was built has no config, and is left out of the differences.
     configs = [portable_settings(run.settings) for run in runs]
     differing = iter(setting_differences([config for config in configs if config]))
     rows = [_row(run, next(differing) if config else None) for run, config in zip(runs, configs, strict=True)]
@@ -245,10 +239,10 @@ def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str,
 
 
 def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
-    """Return the settings of each config that are not equal in all of them, by dotted keys.
+    """Return for each config, by dotted key, the settings that differ between the configs.
 
-    A setting that a config lacks is None. An object is shown by its class; for objects of different classes,
-    only arguments that all of them have are compared.
+    A setting that a config lacks is None. The setting of an object is its class. If classes differ, only
+    arguments that all of them have are compared.
 
     Example:
         >>> setting_differences([{"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, {"a": 1}])
@@ -266,9 +260,9 @@ def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
 
 
 def _flatten(node: Any, path: str = "") -> dict[str, str]:
-    """Return a config's settings as text by dotted keys; an object's own key has its class."""
+    """Return a config's settings as text, by dotted key; the value of an object is its class."""
     if not isinstance(node, Mapping):
-        # A tuple stands for a path below the run's folder or the output root.
+        # `portable_settings` returns a path below the run's folder as a tuple.
         value = node[1] if isinstance(node, tuple) else node
         return {path: value if isinstance(value, str) else json.dumps(value, default=str)}
     found = {path: str(node["_target_"])} if "_target_" in node else {}
@@ -279,36 +273,24 @@ def _flatten(node: Any, path: str = "") -> dict[str, str]:
 
 
 def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
-    """Return the table for a terminal, with `-` for a missing figure, and the notes.
-
-    Long settings are printed below the table.
-    """
-    rows: Sequence[Mapping[str, Any]] = compared["rows"]
+    """Return the table for a terminal, with `-` for a missing figure, and the notes."""
     metric: str = compared["metric"]
-    header = ["steps", "samples/s", "x first", "peak", "x first", "train_loss", metric, "time", "status"]
-    settings = [
-        ["unknown"]
-        if row["settings"] is None
-        else [f"{k} unset" if v is None else f"{k}={v}" for k, v in row["settings"].items()] or ["-"]
-        for row in rows
-    ]
-    notes = [f" note: {note}" for note in compared["notes"]]
-    if all(len(" ".join(shown)) <= MAX_IN_COLUMN for shown in settings):
-        cells = [_cells(row, metric, " ".join(shown)) for row, shown in zip(rows, settings, strict=True)]
-        return [text_table(["run", "settings", *header], cells), *notes]
-    lines = [text_table(["run", *header], [_cells(row, metric) for row in rows]), " settings that differ:"]
-    for row, shown in zip(rows, settings, strict=True):
-        lines += [f" {row['run']}", *(f"   {each}" for each in shown)]
-    return lines + notes
+    header = ["run", "settings", "steps", "samples/s", "x first", "peak", "x first", "train_loss", metric]
+    table = text_table([*header, "time", "status"], [_cells(row, metric) for row in compared["rows"]])
+    return [table, *(f" note: {note}" for note in compared["notes"])]
 
 
-def _cells(row: Mapping[str, Any], metric: str, *settings: str) -> list[str]:
+def _cells(row: Mapping[str, Any], metric: str) -> list[str]:
     def cell(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is NaN
 
+    settings = "unknown"
+    if row["settings"] is not None:
+        shown = [f"{k} unset" if v is None else f"{k}={v}" for k, v in row["settings"].items()]
+        settings = " ".join(shown) or "-"
     return [
         row["run"],
-        *settings,
+        settings,
         cell(row["num_steps"], str),
         cell(row["samples_per_s"], "{:.1f}".format),
         cell(row["speed_ratio"], "{:.2f}".format),

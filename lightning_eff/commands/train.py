@@ -99,11 +99,13 @@ def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
 
 
 def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[str]) -> Ended:
-    """Build a run, and fit it in the folder that Hydra creates; a run rejected earlier leaves no folder."""
+    """Build a run, and fit it in the folder that Hydra then creates; a rejected run leaves no folder."""
     check_tasks(composed.values["trainer"], job.launch)
+    # Ranks of a launcher compose for themselves, at slightly different times: rank 0's folder applies.
     run_dir = shared_run_dir(job.launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
     composed = composed if run_dir == composed.run_dir else app.check(run_dir)
     try:
+        # In a list that `Job.fit` empties, so that no variable here keeps the run in memory.
         built = [job.build(composed.values, run_dir)]
     except (MemoryError, RuntimeError) as error:
         if (explained := job.explain(error, overrides)) is error:
@@ -117,7 +119,7 @@ def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[
 
 
 def _run_sweep(app: RecipeApp, job: Job) -> None:
-    """Check and run a sweep; however it ends, stdout contains only the table of its runs."""
+    """Check and run a sweep; at its end, even by an error, print the table of its runs, and nothing else."""
     folder, metric = app.check_sweep()
     try:
         with redirect_stdout(sys.stderr):
@@ -163,6 +165,7 @@ class Job:
             from lightning_eff.launch import ray_driver
 
             ray = run.make("launch", values["launch"])
+            # Ray decides the number of workers; only devices that the user typed can contradict it.
             typed = {str(item.key_or_group) for item in parse_overrides(overrides)}
             recipes_own = [key for key in ("devices", "num_nodes") if f"trainer.{key}" not in typed]
             ray.check({**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")})
@@ -180,9 +183,9 @@ class Job:
         return run.build(values, recipe=self.recipe, run_dir=run_dir, launch=self.launch)
 
     def fit(self, built: list[Run]) -> dict[str, Any]:
-        """Train the run in a one-element list, which is emptied; return its report.
+        """Train the only run in the list, and remove it from the list; return its report.
 
-        So no caller keeps a reference to the run, and its memory can be freed after an OOM error.
+        Then no caller keeps a reference to the run, so its memory can be freed after an OOM error.
         """
         from lightning_eff.launch.stop import ended_together
 
@@ -196,7 +199,8 @@ class Job:
             return Ended(start())
         except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames, even around Ctrl-C
             path = error_log(folder, self.launch.rank)
-            is_new = not (error.__dict__.get("is_reported") or path.exists())  # else a rank has written it
+            # The process of a rank may have written or reported it already.
+            is_new = not (error.__dict__.get("is_reported") or path.exists())
             if exit_code(error) != EXIT_OK and is_new:
                 text = hide_secrets("".join(traceback.format_exception(error)))
                 path.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -206,9 +210,9 @@ class Job:
     def explain(
         self, error: BaseException, overrides: Sequence[str], folder: Path | None = None
     ) -> BaseException:
-        """Return the error to show: OOM errors get the planner's advice, others stay unchanged.
+        """Return the error to show: an OOM error with the planner's advice, any other error unchanged.
 
-        The page of the run in `folder` shows the advice too.
+        The advice is also added to the report page of the run in `folder`.
         """
         if hasattr(error, "exit_code") or not is_out_of_memory(error):
             return error
@@ -268,6 +272,7 @@ class _SweepJob:
                 a searching sweeper counts it.
         """
         hydra, job = HydraConfig.get(), self._job
+        # A process that a launcher plugin has started has no logging yet.
         if os.getpid() != self._home_pid:
             job.launch = Launch.of()
             configure_logging(job.launch)
@@ -281,8 +286,7 @@ class _SweepJob:
             return None if metric is None else last_value(ended.report, metric)
         if exit_code(ended.failure) in STOPPED:
             raise ended.failure
-        # This class can be pickled. The text has the traceback's path, because the traceback ends with the
-        # process.
+        # The error is pickled if the run had its own process; a traceback cannot be, so its path is named.
         place = f" (traceback: {path})" if (path := ended.failure.__dict__.get("error_log")) else ""
         first, *rest = root_cause_line(ended.failure).splitlines()
         raise SweepRunError(

@@ -1,12 +1,12 @@
 """Find the fastest combination of techniques that fits, with the same training and global batch.
 
-It runs like `compare`, over a search with the recipe as the baseline. Each change is measured alone, and the
-faster half again. Then all combinations of changes that were faster beyond the noise are measured, and again
-the faster half of everything. Memory is checked twice: before a trial by the planner's prediction, after it
-by the measured peak.
+`tune` measures like `compare`, with the recipe as the baseline. In the first round each change is measured
+alone, in the second round the faster half of them. Then all combinations of changes that were faster beyond
+the noise join, and the third round measures the faster half of everything. Memory is checked twice: before a
+trial by the planner's prediction, after it by the measured peak.
 
-Each result is stored as soon as it is known, in a folder named after everything that the result depends on.
-So the same command continues after an interruption.
+Each result is stored as soon as it is known, in a folder whose name is a hash of everything that the result
+depends on. So the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from lightning_eff.prediction.predict import quietly
 from lightning_eff.run import build_trainer, model_without_memory
 
 NUM_COMBINED = 4
-"""Number of changes whose combinations are all tried: the changes that helped most alone."""
+"""All combinations of this many changes are tried: of the changes that helped most alone."""
 NUM_ROUNDS = 3
 UNCHANGED: Change = ()
 
@@ -78,6 +78,7 @@ def main(options: argparse.Namespace) -> int:
     until = time.monotonic() + 60 * options.minutes
     with redirect_stdout(sys.stderr):
         memory = DeviceMemory.of(devices.of(build_trainer(values).strategy.root_device))
+        # `--memory` limits the step, whatever this process has allocated already.
         if options.memory is not None:
             name = f"{memory.name} (--memory)"
             memory = replace(memory, name=name, memory_bytes=options.memory, taken_bytes=0)
@@ -137,7 +138,7 @@ def _changes(options: argparse.Namespace, recipe: AdvisedRecipe, base: Change) -
         key, value = str(item.key_or_group), item.value()
         names = value if isinstance(value, list) else [value]
         keys = [f"callbacks.{name}" for name in names] if key == "callbacks" else [key]
-        # Do not remove a callback that the user has listed or set.
+        # A callback that the user has listed or set is not removed either.
         typed |= {*keys, *(f"~{'.'.join(key.split('.')[:2])}" for key in keys)}
     return [
         change
@@ -158,6 +159,7 @@ def combinations(helped: Sequence[Change]) -> list[Change]:
     """
     best = helped[:NUM_COMBINED]
     found: list[Change] = []
+    # The largest first, since time may run out.
     for number in range(len(best), 1, -1):
         for chosen in itertools.combinations(best, number):
             pairs = itertools.combinations(chosen, 2)
@@ -169,7 +171,7 @@ def combinations(helped: Sequence[Change]) -> list[Change]:
 def fingerprint(
     values: Mapping[str, Any], memory: DeviceMemory, base: Change, limit_s: float, steps: int
 ) -> str:
-    """Return a hash of everything a result depends on: settings, device, base changes, length, torch."""
+    """Return a hash of everything that a result depends on."""
     device = (memory.name, memory.memory_bytes)
     length = (limit_s, steps)
     about = [portable_settings(values), device, base, length, torch.__version__, torch.get_num_threads()]
@@ -200,7 +202,7 @@ class Search:
             UsageError: The recipe itself cannot be measured.
         """
         first = self._tried([UNCHANGED])
-        for _ in range(2):  # their difference is the noise, even if no time is left for a second round
+        for _ in range(2):  # the difference is the noise, even if there is no time for a second round
             self.rounds.run_round(first)
         for row in self.rows():
             if row.reason or row.excluded:
@@ -215,7 +217,10 @@ class Search:
         return tuple(row.overrides[len(self.base) :])
 
     def _tried(self, changes: Sequence[Change]) -> list[Trial]:
-        """Return trials that the rules allow and that are expected to fit, while time is left."""
+        """Return the trials of some changes; one that the rules reject or that cannot fit gets its reason.
+
+        Changes that there is no time for are left out.
+        """
         trials: list[Trial] = []
         for change in changes:
             trial = self.trial(change)
@@ -250,7 +255,7 @@ class Search:
         return [*trials[:1], *able[: (len(able) + 1) // 2]]
 
     def rows(self) -> list[ComparisonRow]:
-        """Return the table so far; rows that do not fit, or contain a part without effect, are excluded."""
+        """Return the table so far; a row is excluded if it does not fit or a change in it has no effect."""
         rows = self.rounds.table_rows()
         for row in rows:
             change = self._change_of(row)

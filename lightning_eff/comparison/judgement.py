@@ -1,12 +1,12 @@
 """Judge measured rows against the baseline: ratios, losses, which rows are excluded, and the verdict.
 
-Two measurements of the same training differ too. Their difference is this run's noise, the larger of two
-estimates. One is how far the ratio of a row without effect is from 1. The other is twice how far the rounds
-of a trial differ (twice, because the row and the baseline both vary). Only a ratio beyond the noise counts.
+Even two measurements of the same training differ. This noise is the larger of two estimates. One is the
+distance from 1 of the speed ratio of a row without effect. The other is twice the usual difference of the
+rounds of a trial: twice, because the row and the baseline both vary. Only a ratio beyond the noise counts.
 
 A technique with `exact = True` promises the loss of the plain run. If a row adds or removes only such
-techniques and its loss differs, it is excluded however fast it is. If training draws random numbers, for
-example for dropout, no row is excluded for its loss, because most of these techniques draw different numbers.
+techniques and its loss still differs, it is excluded, however fast it is. If training draws random numbers,
+for example for dropout, no row is excluded for its loss, because most techniques draw different numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lightning_eff.comparison.result_table import (
 )
 
 LOSS_RTOL, LOSS_RTOL_16_BITS = 1e-5, 2**-7
-"""Tolerance of losses for the order of additions, as a fraction of the baseline's largest loss. The smallest
-fault to detect in float32 is 1e-3; in 16 bits the tolerance is two units in the last place of bfloat16."""
+"""Tolerances of a loss whose additions have another order, as fractions of the baseline's largest loss. In
+float32 the smallest fault to detect is 1e-3. In 16 bits the tolerance is two units in the last place."""
 FAR = 10.0
 """A row diverges if its loss exceeds this many times the baseline's largest loss."""
 SMALLER = 0.97
@@ -37,7 +37,7 @@ SAME_LOSS = 0.02
 
 
 def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
-    """Fill in each row's ratios, the difference of losses at common steps, and `excluded`."""
+    """Fill in each row's ratios to the baseline, the difference of their losses, and `excluded`."""
     baseline = next((row for row in rows if row.technique == BASELINE), None)
     if baseline is None:
         return
@@ -106,7 +106,7 @@ def noise(rows: Sequence[ComparisonRow]) -> float | None:
     spreads = [spread / rate for rate, spread in rates if spread is not None]
     if not spreads:
         return None
-    # Single rounds are skipped: the best of several rounds is faster, which `tune`'s dropped rows lack.
+    # Skip rows with one round, which `tune` has dropped: the best of several rounds is faster anyway.
     repeated = [row for row in rows if row.excluded == NO_EFFECT and row.num_rounds > 1]
     without_effect = [row.speed_ratio for row in repeated if row.speed_ratio]
     # Twice the usual spread of rounds, or the largest difference of rows that should equal the baseline.
@@ -123,7 +123,7 @@ def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
         return []
     found: list[ComparisonRow] = []
     for row in filter(can_win, rows):
-        # A row that is noisier than the others is compared with its own noise.
+        # A row that is noisier than the others must exceed its own noise.
         own = 2 * (row.samples_per_s_spread or 0.0) / (row.samples_per_s or 1.0)
         if (row.speed_ratio or 0.0) > 1 + max(level, own):
             found.append(row)
@@ -138,7 +138,7 @@ def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
         is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
         is_better = row.technique in fast or (row.peak_ratio or 1.0) < SMALLER
         if can_win(row) and not row.idle and is_same and is_better:
-            # The product of both gains: less memory, and less time.
+            # The smallest product of memory and time first.
             helped[row.technique] = (row.peak_ratio or 1.0) / (row.speed_ratio or 1.0)
     return sorted(helped, key=helped.__getitem__)
 
@@ -153,7 +153,7 @@ def describe_noise(rows: Sequence[ComparisonRow]) -> str:
 
 
 def verdict(rows: Sequence[ComparisonRow]) -> str:
-    """Return which row beats the baseline in speed and in memory, or that none does, and the noise."""
+    """Summarize which rows beat the baseline in speed and in memory, if any, and how large the noise is."""
     if not any(row.speed_ratio for row in rows):
         return "Nothing can be compared: the baseline was not measured."
     peaks = {row.technique: row.peak_ratio for row in rows if can_win(row) and row.peak_ratio}

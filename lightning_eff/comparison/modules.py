@@ -41,7 +41,7 @@ def compare(
             `baseline`, which is added without keywords if it is missing.
         max_steps: Optimizer steps per trial, at least 6: the first ones are not timed.
         rounds: Number of times each trial runs.
-        limit_s: Seconds after which a trial is killed; it starts no batch a third of them after its first.
+        limit_s: Seconds after which a trial is killed; its training ends earlier.
         seed: Seed of each process before it builds.
 
     Raises:
@@ -84,6 +84,7 @@ def train_module(
     callbacks: Any = [*(own if isinstance(own, (list, tuple)) else [own]), monitor, TrialTimer(limit_s)]
     settings: dict[str, Any] = {**QUIET, **keywords, "callbacks": callbacks, "default_root_dir": folder}
     trainer = pl.Trainer(**settings)
+    # `fit` takes a data module and a loader by different keywords.
     is_module = isinstance(data, pl.LightningDataModule)
     trainer.fit(module, **{"datamodule" if is_module else "train_dataloaders": data})
     (folder / REPORT_FILE).write_text(json.dumps(monitor.report), encoding="utf-8")

@@ -39,18 +39,18 @@ class ComparisonRow:
     Args:
         technique: Name of the trial.
         status: `measured`, `not run` or `failed`.
-        reason: Why it was not measured, or not in each round.
+        reason: Why it was not measured in any round, or in some of them.
         overrides: Overrides that turn the recipe into this trial.
         samples_per_s: Throughput of the fastest round.
         samples_per_s_spread: How much slower the slowest round was.
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
-        losses: Step and loss.
+        losses: Each step and its loss.
         loss: Mean over the last quarter of the steps.
         loss_difference: To the baseline, over the last quarter of the steps that both have.
         first_batch_s: Longest batch before timing started, including compilation.
         num_rounds: Number of processes that measured it.
         techniques: Techniques of the run, by name, and whether each promises the loss of the plain run.
-        idle: Callbacks and strategies that had no effect, except those that had none in the baseline either.
+        idle: Callbacks and strategies without effect, except those without effect in the baseline too.
         precision: Precision of the Trainer.
         draws_random_numbers: Whether training draws random numbers.
         excluded: Why it is excluded from the verdict: `no effect`, `changes the loss` or `diverges`.
@@ -106,7 +106,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         first_batch_s=max(figures("first_batch_s"), default=None),
         num_rounds=len(measured),
         techniques={entry["technique"]: entry.get("exact", False) for entry in ledger},
-        # Without checkpoint_io: `durable` never has an effect here, because a trial saves nothing.
+        # A trial saves nothing, so checkpoint_io/durable never has an effect here: it is left out.
         idle=[
             entry["technique"]
             for entry in ledger

@@ -29,7 +29,7 @@ KEPT = ("measured", "losses", "ledger", "precision", "draws_random_numbers")
 
 @dataclass(frozen=True)
 class Trial:
-    """A row's name, the overrides of its trial, and the function that trains it in another process."""
+    """The name of a row, its overrides, and the function that trains it in another process."""
 
     name: str
     overrides: list[str]
@@ -43,8 +43,8 @@ class TrialRounds:
         folder: Where they run.
         limit_s: Seconds after which a trial is killed.
         until: Time of the monotonic clock after which no trial starts.
-        kept: Folder of an earlier process's results, which replace trials; each new result is added as soon
-            as it is known. None keeps nothing.
+        kept: Folder in which each result is stored as soon as it is known; a trial with a result there is not
+            run again. None stores nothing.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Plan the trials to compare, each as the overrides that turn the recipe into it.
 
-`compare` plans the recipe without techniques, with each technique alone, unchanged, and with everything that
-helped combined. `tune` plans one change of the recipe at a time. The techniques define how they are tried
-(core/technique.py, `Try`). All trials share the recipe's model, data, seed and global batch; `train`'s own
-rules reject trials that cannot run.
+`compare` plans these trials: the recipe without techniques, with each technique alone, unchanged, and with
+everything that helped combined. `tune` plans one change of the recipe at a time. The techniques state how
+they are tried (core/technique.py, `Try`). All trials have the recipe's model, data, seed and global batch.
+The rules of `train` reject trials that cannot run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_eff.launch.job import num_ranks
 
 AS_IT_IS, COMBINED = "the recipe as it is", "combined"
 BARE = ("callbacks=[exact_resume]", "precision=fp32", "strategy=auto")
-"""Settings of the baseline besides the batch. Every recipe resumes exactly, at no measurable cost."""
+"""Settings of the baseline besides the batch. `exact_resume` stays: it has no measurable cost."""
 Change = tuple[str, ...]
-"""Overrides that make one change of a recipe, or several."""
+"""Overrides that make one change of a recipe, or several changes."""
 TIMER = "lightning_eff.comparison.trial_timer.TrialTimer"
 """Class of the monitor that ends a trial's training, in place of the Trainer's `max_time`."""
 PARTS = (2, 4)
-"""Numbers of parts into which `tune` tries to split a device's samples."""
+"""Into how many parts `tune` tries to split the samples of a device."""
 
 
 def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -127,9 +127,14 @@ def global_batch_size(values: Mapping[str, Any]) -> int:
 
 
 def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]], bool]) -> list[str] | None:
-    """Return one trial of everything that helped alone: best first, adding whatever the rules still allow.
+    """Combine what helped alone into one trial, best first, as far as the rules allow.
 
-    `helped` has one trial per technique, the most helpful first. None if the result would repeat one of them.
+    Args:
+        helped: One trial per technique, the most helpful first.
+        is_allowed: Whether the rules allow a trial.
+
+    Returns:
+        The overrides of the trial; None if it would repeat one of `helped`.
     """
     best = next(iter(helped), [])
     for trial in helped[1:]:
@@ -177,7 +182,7 @@ def trial_overrides(
         user: As on the command line.
         own: The trial's overrides; they replace the user's of the same keys.
         steps: Optimizer steps.
-        limit_s: Seconds after which it is killed; a third of them after its first batch it starts no more.
+        limit_s: Seconds after which it is killed; the timer ends the training earlier.
         without: Groups that the trial sets itself.
     """
     timer = f"+monitors.trial_timer={{_target_: {TIMER}, limit_s: {float(limit_s)}}}"

@@ -1,4 +1,4 @@
-"""Stop a trial's training in time to be measured; compiling in the first batch gets extra time."""
+"""Stop a trial's training before its process is killed, with extra time for a first batch that compiles."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_eff.comparison.subprocess_trial import END_FRACTION, TRAINING_FRA
 
 
 class TrialTimer(Timer):
-    """Start no batch after a third of a trial's limit, counted from the end of the first batch.
+    """Ends the training so that the last batch and the report finish within the trial's time limit.
 
-    It also starts none after five sixths of the limit since the start of the fit. The rest is for the start
-    of the process, the running batch, and the report.
+    No batch starts after a third of the limit, counted from the end of the first batch, or after five sixths
+    of the limit, counted from the start of the fit.
 
     Args:
         limit_s: Seconds after which the trial is killed.
@@ -36,6 +36,6 @@ class TrialTimer(Timer):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if not self._is_first_over:
             self._is_first_over = True
-            self.on_train_start(trainer, trainer.lightning_module)  # starts counting
+            self.on_train_start(trainer, trainer.lightning_module)  # Lightning's timer starts here
         super().on_train_batch_end(trainer, *args, **kwargs)
         trainer.should_stop |= time.monotonic() >= self._end_s

@@ -1,7 +1,8 @@
-"""Tokenized documents, and rows of them with labels; data/text.py packs with it.
+"""Pack tokenized documents into rows with labels, for data/text.py.
 
-A row is a list of ranges of one array of tokens: a document, several uncut ones, or a section of the stream
-of all documents. Only these ranges are in memory; tokens are read through a memory map when a row is read.
+All documents are one array of tokens, and a row is a list of ranges of this array: one document, several
+uncut documents, or a section of the stream of all documents. Only the ranges are in memory; a row's tokens
+are read through a memory map when it is needed.
 
 Labels follow Hugging Face's convention: the label of a position is the token at that position, and the model
 compares it with its output one position earlier.
@@ -39,8 +40,8 @@ class Documents:
     ends: Tensor
     """[D] int64: end of each document in `tokens`."""
     first_target: Tensor
-    """[D] int64: first target that has a token before it, counted from the document's start; the document's
-    length or more if there is none."""
+    """[D] int64: position in each document of the first target that a token precedes; at least the document's
+    length if there is none."""
     is_chat: Tensor
     """[D] bool."""
 
@@ -96,7 +97,14 @@ class Pieces:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows as integer tensors by name: `ranges` of tokens in order, and `firsts`, each row's first range."""
+    """Rows as integer tensors by name.
+
+    Args:
+        source: The documents, and how they are packed.
+        ranges: [R, 2]: ranges of tokens, in the order of the rows.
+        firsts: Index of each row's first range.
+        pad_id: The padding token.
+    """
 
     def __init__(self, source: Pieces, ranges: Integers, firsts: Integers, pad_id: int) -> None:
         self.source = source
@@ -106,7 +114,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         self.pad_id = pad_id
         tokens = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))
         self.lengths: Integers = np.diff(tokens[self.bounds])
-        """Number of tokens in each row."""
+        """Tokens of each row, without padding."""
         self.padding_fraction = 1.0 - float(self.lengths.sum()) / (len(self) * source.context_length)
         """Fraction of positions without a token in packed rows."""
 
@@ -122,7 +130,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         ids = torch.cat([documents.tokens[start:stop] for start, stop in ranges]).long()
         is_target = torch.cat([documents.is_target[start:stop] for start, stop in ranges])
         lengths = torch.tensor([stop - start for start, stop in ranges])
-        # A document's first token has no token before it; in a stream, this applies to a row's first token.
+        # No target without a token before it: of each document in a packed row, else of the row.
         starts = lengths.cumsum(0) - lengths
         is_target[starts if packing is True else 0] = False
         row = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED_TARGET)}

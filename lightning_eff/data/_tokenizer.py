@@ -1,11 +1,11 @@
-"""Turn text and conversations into tokens, with a byte tokenizer, which needs no files, or Hugging Face's.
+"""Turn text and conversations into tokens, by a Hugging Face tokenizer or by bytes, which need no files.
 
-data/text.py uses it. In a conversation only the assistant's words are targets. Their tokens are found by the
-first method that applies:
+data/text.py uses it. In a conversation only the assistant's words are targets. The first method that applies
+finds their tokens:
 
 1. The tokenizer's chat template marks them (`{% generation %}`).
-2. The template has no marks: a turn is the text that the template appends to the earlier turns and their
-   generation prompt. Templates that rewrite earlier turns are rejected.
+2. The template has no marks: the conversation is rendered up to each answer and including it, and the answer
+   is the difference. A template that rewrites earlier turns is rejected.
 3. There is no template: `DEFAULT_TEMPLATE` is used, which has marks.
 """
 
@@ -32,7 +32,7 @@ ASSISTANT = "assistant"
 Turns = list[dict[str, str]]
 """A conversation: `role` and `content` of each turn."""
 Tokens = tuple[list[int], list[bool]]
-"""Tokens, and whether each is a target, provided that a token precedes it."""
+"""Tokens, and whether each one is a target."""
 
 
 class TrainingTokenizer:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 
 class Digits(pl.LightningDataModule):
-    """Digits as (images, labels): floats [B, 1, 8, 8] from 0 to 1 and integers [B], where B is `batch_size`.
+    """Digits as (images, labels): floats [B, 1, 8, 8] from 0 to 1, and integers [B]; B is the batch size.
 
     Args:
         batch_size: Images per batch of the loader, per rank.

@@ -1,9 +1,9 @@
 """Real text that every machine has: the source of Python's standard library, about 13 MB.
 
-Files are split into training and validation files, and encoded by a byte-level BPE that is trained on the
-training files (Sennrich et al. 2016). Tokenizer and tokens are in one cache file, read through a memory map.
-Its name contains a hash of the text and the settings, because another Python patch version has another
-source.
+Files are split into training and validation files. A byte-level BPE (Sennrich et al. 2016), trained on the
+training files, encodes all of them. One cache file has the tokenizer and the tokens, which are read through a
+memory map. Its name contains a hash of the text and the settings, because each patch version of Python has
+different source.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PythonSource(pl.LightningDataModule):
         self.tokenizer: Tokenizer
         """The byte-level BPE of the text; set by `setup`."""
         self.unigram_entropy: float
-        """Validation loss of the best context-free model, in nats per token: a baseline."""
+        """Validation loss of token frequencies alone, in nats per token: a baseline for models."""
 
     @override
     def prepare_data(self) -> None:
@@ -119,12 +119,10 @@ class PythonSource(pl.LightningDataModule):
         if self.tokens:
             return
         texts = self._read_texts()
-        file = self._cache_file(texts)
-        if not file.is_file():
-            raise RuntimeError(f"{file} does not exist: call prepare_data() before setup()")
+        file = self._cache_file(texts)  # of `prepare_data`
         cached: dict[str, Any] = torch.load(file, mmap=True, weights_only=True)
         self.tokenizer = Tokenizer.from_str(cached["tokenizer"])
-        self.tokenizer.encode_special_tokens = True  # as for the tokens
+        self.tokenizer.encode_special_tokens = True  # as in `prepare_data`
         self.unigram_entropy = cached["unigram_entropy"]
         self.tokens = {split: cached[split] for split in ("train", "val")}
         counts = [len(tokens) for tokens in self.tokens.values()]
@@ -162,9 +160,6 @@ class PythonSource(pl.LightningDataModule):
             show_progress=False,
         )
         tokenizer.train_from_iterator(texts, trainer, length=len(texts))
-        if tokenizer.get_vocab_size() < self.vocab_size:
-            text = "the text is so short that it gives %d tokens; the rest of vocab_size=%d is never used"
-            log.warning(text, tokenizer.get_vocab_size(), self.vocab_size)
         return tokenizer
 
     @override
@@ -198,15 +193,16 @@ class PythonSource(pl.LightningDataModule):
 
 
 def save_whole(content: Mapping[str, Any], file: Path) -> None:
-    """Write a cache file that is complete or absent; an error leaves nothing behind.
+    """Write a cache file that is always complete or absent; an error leaves no partial file.
 
-    Another process may write the same file at the same time, because the name determines the content.
+    Another process may write the file at the same time: the same name means the same content.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as sink:
-            buffer = io.BytesIO()  # `torch.save` to a file hides the system's error, for example a full disk
+            # Not `torch.save` to the file, which hides the system's error, for example of a full disk.
+            buffer = io.BytesIO()
             torch.save(content, buffer)
             sink.write(buffer.getbuffer())
         Path(scratch).replace(file)
@@ -215,7 +211,7 @@ def save_whole(content: Mapping[str, Any], file: Path) -> None:
 
 
 def is_undamaged(file: Path) -> bool:
-    """Return whether a cache file exists and its checksums match, which a memory map does not check."""
+    """Return whether a cache file exists and its checksums match; a memory map would not check them."""
     try:
         with zipfile.ZipFile(file) as archive:  # the format of `torch.save`
             return archive.testzip() is None

@@ -1,8 +1,8 @@
 """Images to segment that need no download: bright diamonds, discs and squares, a dark background, and noise.
 
-A shape is all pixels within a radius of its centre; the distance measure determines which shape. Each image
-is drawn on request, from its own index alone. So it is the same in every run, on every rank and in every
-worker.
+A shape is all pixels within a radius of its centre; the distance measure makes it a diamond, a disc or a
+square. An image is drawn when it is read, from its index alone. So it is the same in every run, on every rank
+and in every worker.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 DISTANCES = (torch.add, torch.hypot, torch.maximum)
-"""Combine the two coordinates' distances: a diamond, a disc and a square, classes 1 to 3; 0 is background."""
+"""Distance by the distances along both axes: of a diamond, a disc and a square, which are classes 1 to 3."""
 MIN_RADIUS, MAX_RADIUS = 0.02, 0.05
 """Fractions of the image's size."""
 NOISE = 0.3
 """Standard deviation; the background is -1.5 to 0, and shapes are 0 to 1.5."""
 VALIDATION = 10**6
-"""Index of the first validation image, so that they do not depend on the number of training images."""
+"""Index of the first validation image: far enough for any number of training images."""
 
 
 class Drawings(Dataset[tuple[Tensor, Tensor]]):

@@ -7,24 +7,23 @@ padding, and in everything that the assistant does not say in a conversation.
 
 `packing` selects how rows are made:
 
-- `true`: several uncut documents per row, by best fit. Positions restart at 0 in each document, from which
-  models of transformers detect that attention must not cross (`HFCausalLM` tests its model, and rejects it if
-  it does not). No target crosses a boundary, so each document trains as it would alone. Texts longer than a
-  row are split into pieces, conversations are truncated.
-- `across`: one stream of all documents, cut into rows; attention and targets cross boundaries, as in most
+- `true`: several uncut documents per row, by best fit. Positions restart at 0 in each document. From them,
+  models of transformers detect that attention must not cross; `HFCausalLM` tests this, and rejects a model
+  whose attention crosses. No target crosses a boundary, so each document trains as it would alone. Texts
+  longer than a row are split into pieces; conversations are truncated.
+- `across`: one stream of all documents, cut into rows. Attention and targets cross boundaries, as in most
   pre-training. Nothing is dropped, and only the last row is padded.
-- `grouped`: one document per row, rows of similar length in a batch (transformers' `LengthGroupedSampler`);
-  longer documents are truncated.
-- `false`: one document per row, padded to the longest in its batch and masked; longer documents are
-truncated.
+- `grouped`: one document per row; a batch has rows of similar length (transformers' `LengthGroupedSampler`).
+  Documents longer than a row are truncated.
+- `false`: one document per row, padded to the longest in its batch and masked. Documents longer than a row
+  are truncated.
 
-Truncated and dropped text and the padding fraction are logged. A conversation is a list of `{role, content}`.
-With `field=messages`, a row may also be ShareGPT's (`conversations`) or Alpaca's (`instruction`, `input`,
-`output`).
+Truncated and dropped text is logged, and so is the fraction of padding. A conversation is a list of
+`{role, content}`. With `field=messages`, a row may also be in the format of ShareGPT (`conversations`) or
+Alpaca (`instruction`, `input`, `output`).
 
-Documents are tokenized once, in `prepare_data`, into a file under `cache_dir` that is read through a memory
-map. Rows are ranges of one array of tokens. Any row can be read by its index, so a run resumes in the middle
-of an epoch from the indices alone (`callbacks/exact_resume`).
+`prepare_data` tokenizes all documents once, into a file under `cache_dir` that is read through a memory map.
+A row can be read by its index alone, so a run resumes in the middle of an epoch (`callbacks/exact_resume`).
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ CHUNK = 200
 
 
 class DataError(ValueError):
-    """The data cannot be used with these settings; the process exits as for any wrong setting."""
+    """The data cannot be used with these settings; the command exits as for any wrong setting."""
 
     exit_code = 2
 
@@ -311,16 +310,16 @@ def open_sources(
             rows = _open(kind, names, field, cache_dir)
         except unreadable as error:
             cause: BaseException = error
-            while cause.__cause__ is not None:  # the first cause names the problem with the file
+            while cause.__cause__ is not None:  # the root cause says what is wrong with the file
                 cause = cause.__cause__
             reason = next(iter(str(cause).strip().splitlines()), "it has no rows")
             raise DataError(f"data.paths={name!r} cannot be read: {reason}") from error
         columns: list[str] = rows.column_names
         if field not in columns and not (field == "messages" and _is_conversation(columns)):
-            msg = f"data.field={field!r} is not a column of {name}; there are: {', '.join(columns)}"
-            remedies = ["data=chat"] if _is_conversation(columns) else []
-            remedies += [f"data.field={column}" for column in columns]
-            raise DataError("\n".join([msg, *(f"  try: {remedy}" for remedy in remedies[:3])]))
+            remedy = "\n  try: data=chat" if _is_conversation(columns) else ""
+            raise DataError(
+                f"data.field={field!r} is not a column of {name}; there are: {', '.join(columns)}{remedy}"
+            )
         opened.append((name, rows))
     return opened
 
@@ -400,10 +399,7 @@ def _conversation(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]
         turns.append({"role": "system", "content": row["system"]})
     if row.get("instruction") is not None and row.get("output") is not None:
         asked = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
-        pairs = [*(row.get("history") or []), (asked, row["output"])]
-        for question, answer in pairs:
-            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return turns
+        return [*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
     if row.get("conversations") is None:
         return None
     for turn in row["conversations"]:
@@ -443,7 +439,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
             is_chat.append(not isinstance(content, str))
     if not tokens:
         raise DataError("data.paths: no document found")
-    # Assume a target after the end of each document, so that argmax always finds one.
+    # The first token is no target, since no token precedes it. The appended one makes argmax always find one.
     first_target = [1 + int(np.append(mask[1:], True).argmax()) for mask in masks]
     arrays = {
         "tokens": np.concatenate(tokens),

@@ -143,8 +143,8 @@ class GPT(pl.LightningModule):
         self.head = nn.Linear(d_model, vocab_size, bias=False)
         if tie_word_embeddings:
             self.head.weight = self.embedding.weight
-        # As in GPT-2: std 0.02; 0.02 / sqrt(2 * num_layers) for each block's two projections into the
-        # residual.
+        # As in GPT-2: std 0.02, and 0.02 / sqrt(2 * num_layers) for the two layers of each block whose output
+        # is added to the residual stream.
         residual_std = 0.02 / math.sqrt(2 * num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -181,7 +181,7 @@ class GPT(pl.LightningModule):
         return self.head(self.norm(x))
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per target that is not ignored; 0 if all are ignored.
+        """Return the mean cross-entropy in nats over the targets that are not ignored; 0 if there are none.
 
         Args:
             logits: [B, T, vocab_size].
@@ -265,7 +265,7 @@ def next_token(
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over targets [B, T] that are not ignored, 0 if all are; 16-bit logits in float32."""
+    """Return the mean over the targets [B, T] that are not ignored, or 0; 16-bit logits become float32."""
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
     total = F.cross_entropy(

@@ -4,21 +4,19 @@ The architecture must be built into transformers: code next to the weights is ne
 kernels are not downloaded. Weights are read from safetensors only, because the older files are pickles. With
 `HF_HUB_OFFLINE=1` nothing uses the network.
 
-Configuration and file names are checked in the constructor, so that a wrong name fails first. Weights are
-read in `configure_model`, in the dtype and on the device on which the Trainer builds models, before
-techniques change the model. On the meta device, random weights stay there; pretrained weights are read to the
-CPU.
+The constructor checks the configuration and the names of the files, so a wrong name fails early. Weights are
+read in `configure_model`, before techniques change the model, with the Trainer's dtype and device. On the
+meta device, pretrained weights are read to the CPU, and random weights stay on meta.
 
 The loss is the mean over targets, and its weight is the number of targets. So a step of several micro-batches
-has the full batch's gradient. Packed documents (`position_ids` that restart at 0) are isolated only in models
-that derive the attention mask from positions; a test on four tokens checks this model.
+has the gradient of the full batch. Packed documents (`position_ids` that restart at 0) stay separate only in
+models that derive the attention mask from positions. Four tokens test whether this model does.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -134,30 +132,30 @@ class HFCausalLM(pl.LightningModule):
         log.info(text, name, millions, parameters[0].dtype, self._attention)
 
     def _embedding_rows(self, current: int) -> int:
-        """Return the number of rows that the embedding needs; never fewer than the current ones."""
-        # Never fewer rows than the checkpoint has: its tokens would lose their embedding.
+        """Return the number of rows that the embedding needs."""
+        # Never fewer than the current rows: the checkpoint's tokens would lose their embedding.
         num_rows = max(current, self.hparams["vocab_size"] or 0)
         multiple = self.hparams["pad_to_multiple_of"] or 1
         return -(-num_rows // multiple) * multiple
 
     @torch.no_grad()
     def _test_isolation(self) -> bool | None:
-        """Compare how the last logits change with a token of the other document and of their own document."""
+        """Return whether a token's logits depend on its own document alone; None if this cannot be tested."""
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             return False
         weight = next(self.model.parameters())
         is_meta = weight.untyped_storage().device.type == "meta"  # fake tensors too, whose device is not meta
         if is_meta or self._attention.startswith(("flash", "flex")):
             return None
-        # Two documents of two tokens per row: the plain row, another first document, another second document.
+        # Three rows of two documents with two tokens each: in the second row the first document is another
+        # one, in the third row the second document.
         tokens = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3], [0, 1, 4, 3]], device=weight.device)
         positions = torch.tensor([[0, 1, 0, 1]], device=weight.device).expand(3, -1)
         self.model.eval()
         last = self(tokens, position_ids=positions)[:, -1].float()
         self.model.train()
         other, same = (last[1:] - last[0]).abs().amax(-1).tolist()
-        # Masked attention leaks nothing at all; the state of a recurrent layer leaks about 0.3 % of its
-        # effect.
+        # Masked attention leaks nothing; the state of a recurrent layer leaks about 0.3 % of its effect.
         return None if same == 0.0 else other <= 1e-4 * same
 
     @override
@@ -201,7 +199,8 @@ class HFCausalLM(pl.LightningModule):
         keywords: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": False}
         if position_ids is not None:
             keywords["position_ids"] = position_ids
-            if self._attention.startswith("flash"):  # flash detects documents only in a batch of one row
+            # In transformers, flash attention detects documents only in a batch of one row.
+            if self._attention.startswith("flash"):
                 input_ids, keywords["position_ids"] = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         return self.model(input_ids=input_ids, **keywords).logits.view(*shape, -1)
 
@@ -287,12 +286,6 @@ def load_failure_message(name: str, upstream_message: str) -> str:
     if "trust_remote_code" in upstream_message:
         reason = "needs custom code, which is never executed: name a model that is built into transformers"
         return f"name={name!r} {reason}"
-    offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in {"1", "ON", "YES", "TRUE"}
-    if offline and not Path(name).expanduser().is_dir():
-        return (
-            f"name={name!r} is neither a folder nor in the cache, and HF_HUB_OFFLINE forbids downloads\n"
-            "  try: a folder, or HF_HUB_OFFLINE=0"
-        )
     first = next(iter(upstream_message.strip().splitlines()), "")
     return f"name={name!r} cannot be loaded: {first}\n  try: a folder with config.json and *.safetensors"
 

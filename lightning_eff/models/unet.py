@@ -2,9 +2,9 @@
 
 Each stage has two 3x3 convolutions, each followed by SiLU. Between stages of the encoder the image size is
 halved and the channels are doubled; the decoder does the opposite. Each decoder stage also gets the output of
-the encoder stage of its size (Ronneberger et al. 2015). Without normalisation every layer is local: its
-output at a pixel depends only on pixels nearby. Instead, initial weights preserve the mean square of
-activations. Shapes in comments: B images, C channels, H x W pixels.
+the encoder stage of its size (Ronneberger et al. 2015). Every layer is local: its output at a pixel depends
+only on pixels nearby. So there is no normalisation over the image; initial weights keep the mean square of
+activations instead. Shapes in comments: B images, C channels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 from typing_extensions import override
 
 GAINS = {(3, 3): 1.68, (2, 2): 1.0, (1, 1): 0.1}
-"""By kernel size: 1 / sqrt(E[silu(z)^2]) for normal z if SiLU follows; 0.1 keeps the first logits near 0."""
+"""By kernel size. 3x3, before a SiLU: 1 / sqrt(E[silu(z)^2]) for normal z. 1x1: first logits are near 0."""
 
 
 class ChannelNorm(nn.LayerNorm):

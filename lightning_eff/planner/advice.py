@@ -1,10 +1,11 @@
 """Advise which techniques lower a step's peak, by how much and at how many FLOPs.
 
 `plan --advice`, `tune` and `out_of_memory.py` call `advise`. It switches each technique on and predicts the
-step again, because no static table can tell where a model's peak is. Candidates are the overrides that
-techniques state (`core.technique.Try`); a candidate that conflicts with the recipe is listed with the reason.
-If a batch does not fit, smaller micro-batches come first, since they leave the training unchanged. Then come
-the candidates that save most. Each is predicted on top of the previous ones, because the peak moves.
+step again, because a static table cannot know where a model's peak is. Candidates are the overrides that
+techniques state (`core.technique.Try`). A candidate that conflicts with the recipe is listed with the reason.
+If a batch does not fit, smaller micro-batches are tried first, because they leave the training unchanged.
+Then the candidate that saves most is added, until the step fits. Each one is predicted on top of those chosen
+before, because the peak moves.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Candidate:
 
     words: Options
     needs: frozenset[str] = frozenset()
-    """Facts of the run that it requires; without them it saves nothing."""
+    """Facts of the run without which it saves nothing."""
     note: str = ""
-    """Its effect on the training."""
+    """How it changes the training; empty if the training stays the same."""
     is_chosen: bool = True
-    """Whether it may be chosen to make a recipe fit; otherwise its saving is only shown."""
+    """Whether it may be chosen to make a recipe fit; if not, its saving is only shown."""
 
     @property
     def divides(self) -> bool:
@@ -112,7 +113,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class AdvisedRecipe:
-    """A composed recipe with a batch of its data; predicts each set of overrides once."""
+    """A composed recipe with a batch of its data; it predicts each set of overrides once."""
 
     compose: Compose
     values: Mapping[str, Any]
@@ -124,12 +125,12 @@ class AdvisedRecipe:
     @classmethod
     def of(cls, compose: Compose, values: Mapping[str, Any], memory: DeviceMemory) -> AdvisedRecipe:
         """Load a batch of a composed recipe; errors of the data are raised."""
-        # Data modules print, for example while downloading, and `--json` prints to stdout.
+        # A data module may print, for example while downloading; stdout is for the verb's JSON.
         with redirect_stdout(sys.stderr):
             return cls(compose, values, memory, ExampleBatch.of(values))
 
     def forecast(self, options: Options) -> MemoryForecast:
-        """Compose with further overrides and predict the step; raise the errors that `train` would raise."""
+        """Compose with further overrides and predict the step; raise what `train` would raise."""
         # A prediction takes seconds, and the search asks for the same overrides more than once.
         if options not in self._known:
             values = self.compose(options) if options else self.values

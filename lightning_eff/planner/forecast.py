@@ -2,13 +2,14 @@
 
 `advice.py`, `longest.py` and the verb `plan` call `forecast`. Techniques, model and optimizer run for two
 steps on fake tensors (prediction/predict.py), with one batch of the recipe's data. A forecast never prepares
-data: a data module may have a method `example_batch()` that returns a synthetic batch of the right shape.
+data. If the data are not prepared, the data module's method `example_batch()`, if it has one, returns a
+synthetic batch of the right shapes.
 
-For a CUDA device, a forecast adds these assumptions. Each tensor is rounded up to 512 bytes. cuBLAS keeps a
-workspace: 32 MiB on Hopper and 8.1 MiB elsewhere, unless CUBLAS_WORKSPACE_CONFIG is set (torch's defaults,
-not measured here). The driver's context, which torch does not count as allocated, is subtracted from the free
-memory. On a host, a cgroup or a ulimit may reduce the memory (core/host_memory.py); the bytes that this
-process has already allocated are subtracted.
+For a CUDA device, a forecast assumes the following. Each tensor takes a multiple of 512 bytes. cuBLAS keeps a
+workspace of 32 MiB on Hopper and 8.1 MiB elsewhere (torch's defaults, not measured here), unless
+CUBLAS_WORKSPACE_CONFIG is set. The driver's context, which torch does not count as allocated, is subtracted
+from the free memory. On a host, a cgroup or a ulimit may limit the memory (core/host_memory.py); the bytes
+that this process has already allocated are subtracted.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class DeviceMemory:
     workspace_bytes: int = 0
     """Size of cuBLAS's workspace."""
     taken_bytes: int = 0
-    """Bytes that this process has allocated, apart from a step's tensors."""
+    """Bytes that this process has allocated before a step."""
     about: tuple[str, ...] = ()
     """Assumptions about the device."""
 
@@ -96,8 +97,8 @@ class DeviceMemory:
             limit = limit or host_memory.host_memory_limit()
             name = f"{device.name} ({limit.name})" if limit.name else device.name
             return cls(name, memory_bytes or limit.num_bytes, taken_bytes=limit.taken_bytes)
-        # Capability 0: another vendor's GPU, or one known only by its memory.
-        # An unknown GPU gets the larger workspace: too high an estimate does little harm.
+        # Capability 0 means another vendor's GPU, or one of which only the memory is known. It gets the
+        # larger workspace: an estimate that is too high does little harm.
         is_small = device.capability not in (0, HOPPER)
         return cls(
             device.name,
@@ -128,9 +129,9 @@ class ExampleBatch:
     """A note on the batch."""
 
     def with_length(self, num_tokens: int) -> ExampleBatch:
-        """Return the batch with rows of `num_tokens`, repeated or cut.
+        """Return the batch with rows of `num_tokens` tokens, repeated or cut.
 
-        Rows are all axes as long as the second axis of the first integer matrix.
+        The second axis of the first integer matrix is the length of a row; all axes of this length change.
 
         Raises:
             ValueError: The batch has no rows of tokens.
@@ -145,7 +146,7 @@ class ExampleBatch:
         for at, leaf in enumerate(leaves):
             axes = range(1, leaf.ndim) if isinstance(leaf, Tensor) else ()
             for axis in axes:
-                # Every axis of this length is one of tokens: a mask [batch, tokens, tokens] has two.
+                # A mask [batch, tokens, tokens] has two axes of tokens.
                 if leaf.shape[axis] == rows.shape[1]:
                     leaves[at] = leaves[at].index_select(axis, index)
         return replace(self, batch=tree_unflatten(leaves, spec))
@@ -250,10 +251,10 @@ def forecast(
 
 
 def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
-    """Raise the errors of `run.check_parts`, for a fake model, and of the data's constructor."""
+    """Raise the errors of the data's constructor, and of `run.check_parts` for a model on the meta device."""
     data = make("data", values["data"])
     try:
-        # Only classes and shapes matter here, and a large model would not fit in memory.
+        # Only classes and shapes are checked, and a large model might not fit in memory.
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = make("model", untrained(values["model"]))
     except Exception:  # noqa: BLE001 - a user's class may need values, and has fake ones in the prediction
@@ -262,7 +263,7 @@ def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
 
 
 def _for_one_rank(callbacks: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Divide the samples of a step by the number of ranks, so that one device accumulates one rank's part."""
+    """Divide the samples per step by the number of ranks, because a prediction runs as one rank."""
     accumulation = dict(callbacks.get("gradient_accumulation") or {})
     size, schedule = accumulation.get("global_batch_size"), accumulation.get("schedule")
     if size is not None:

@@ -2,8 +2,8 @@
 
 `plan` calls it. Each length is one forecast with a batch whose rows are repeated to that length. A length
 that cannot be predicted, for example beyond the model's positions, counts as too long. Memory is nearly
-linear in the length, so the first guesses come from a line through two known lengths. That takes a handful of
-predictions; plain bisection takes ten, most of them of long sequences.
+linear in the length, so the first guesses come from a line through two known lengths. This takes about five
+predictions. Plain bisection would take ten, mostly of long sequences, whose predictions take longest.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ GRANULE = 1024
 MAX_TOKENS = 1 << 20
 """Longest length that is tried."""
 NUM_GUESSES = 6
-"""Number of predictions after which the search falls back to bisection."""
+"""Number of predictions after which the search bisects."""
 
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """The longest length that fits (0 if none does) with its forecast, or the reason for no search."""
+    """The longest length that fits and its memory; 0 and the reason if there is none."""
 
     device: str
     num_tokens: int = 0
     too_long: int | None = None
-    """The shortest length known not to fit; None if no longer length was tried."""
+    """The next length, which does not fit; None if `MAX_TOKENS` fits."""
     peak_bytes: int | None = None
     host_bytes: int = 0
     reason: str = ""
@@ -88,8 +88,7 @@ def _next_length(tried: Mapping[int, MemoryForecast], low: int, high: int, free_
     if len(sizes) < 2:
         return min(8 * low, high - 1) if low else middle
     first, second = sorted(sizes, key=lambda length: abs(sizes[length] - free_bytes))[:2]
-    # Memory grows about linearly with the length, so the line through the two nearest sizes predicts where it
-    # meets the free memory.
+    # The line through the two sizes nearest to the free memory predicts which length fills it.
     slope = (sizes[second] - sizes[first]) / (second - first)
     guess = int(first + (free_bytes - sizes[first]) / slope) if slope > 0 else high
     return min(max(guess, low + 1), high - 1)

@@ -1,8 +1,8 @@
 """Explain an OOM error in one message: the phase, the largest tensors, and an override that fits.
 
-`train` calls it when a run fails. First, the run's tensors are freed. Then its step is predicted on fake
-tensors, and again with the overrides of `plan --advice`, in the same order. Only training steps can be
-predicted, so an OOM in validation or while saving a checkpoint gets no advice.
+`train` calls it when a run fails. It frees the run's tensors. Then it predicts the step on fake tensors, and
+again with each override that `plan --advice` tries, in the same order. Only training steps can be predicted,
+so an OOM in validation or while saving a checkpoint gets no advice.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ PHASES = {
     "restore_training_state": "the load of a checkpoint",
     "_restore_modules_and_callbacks": "the load of a checkpoint",
 }
-"""Phase of a run, by the innermost of these functions in the traceback (Lightning 2.6)."""
+"""Phase of a run, by the innermost of these functions of Lightning 2.6 in the traceback."""
 PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
-"""Fraction of the free memory that an override may use, since some workspaces are not predicted."""
+"""Fraction of the free memory that a step with an override may need; some workspaces are not predicted."""
 EXPLAINED = 0.5
-"""A step predicted to need less than this fraction of the free memory is not the cause."""
+"""If a step is predicted to need less than this fraction of the free memory, it is not the cause."""
 BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
@@ -56,7 +56,7 @@ def explain_out_of_memory(
     Args:
         error: The allocator's error; its traceback is cleared.
         compose: Composes the run's recipe with further overrides.
-        limit: Limit of host memory before the run; afterwards allocators keep freed addresses.
+        limit: Limit of host memory before the run. It is not read now, because allocators keep freed memory.
     """
     phase = phase_of(error)
     first = f"out of memory during {phase}"
@@ -75,7 +75,7 @@ def explain_out_of_memory(
         "peak_bytes": None,
     }
     try:
-        # The recipe is built again: its output has already been shown once.
+        # The recipe is built again, so its output would be shown twice.
         with quietly(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             lines = _lines(phase, compose, limit, found)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
@@ -93,7 +93,7 @@ def phase_of(error: BaseException) -> str:
 
 
 def free(error: BaseException | None) -> None:
-    """Free the locals in the frames of an error's traceback: a step's tensors, and the run."""
+    """Free the local variables in an error's traceback: the tensors of a step, and the run itself."""
     while error is not None and error.__traceback__ is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -102,7 +102,7 @@ def free(error: BaseException | None) -> None:
 
 
 def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str, Any]) -> list[str]:
-    """Return the lines after the first: the largest tensors, and advice. The values are added to `found`."""
+    """Return the message's lines after the first, largest tensors and advice; add their values to `found`."""
     values = compose(())
     trainer = build_trainer(values)
     if trainer.world_size > 1:
@@ -112,7 +112,7 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
     now = recipe.forecast(())
     if now.peak is None or now.num_bytes is None:
         return [f"no advice: {now.prediction.reason}"]
-    # The peak of the phase; for a phase without a prediction, only tensors that persist between steps.
+    # Bytes at the peak of the phase. A phase that is not predicted has at least what persists between steps.
     step_phase = PREDICTED.get(phase)
     sizes = {name: now.peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
     sizes = sizes if step_phase is None else now.peak.by_phase[step_phase]

@@ -1,7 +1,4 @@
-"""Format forecasts, advice and tables of the planner as text, or as plain values for JSON.
-
-`plan` prints a `Plan`.
-"""
+"""Format forecasts, advice and tables of the planner as text, or as plain values for JSON; `plan` prints."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ def forecast_text(forecast: MemoryForecast) -> str:
     warned = [f"warning: {text}" for text in forecast.prediction.warned]
     if peak is None or forecast.num_bytes is None:
         return "\n".join([f"peak not predicted: {forecast.prediction.reason}", *warned])
-    left = memory.free_bytes - forecast.num_bytes
+    left = memory.free_bytes - forecast.num_bytes  # negative if it does not fit
     fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
     path = f" in {peak.path}" if peak.path else ""
     what = "a step on one device, without sharding" if forecast.sharding.shares else "a step"
@@ -151,7 +148,7 @@ def sharding_text(sharding: ShardingTable) -> str:
     rows = sharding.rows()
     columns = {name: [row[f"{name}_bytes"] for row in rows] for name in COLUMNS}
     columns["per device"] = columns.pop("device")
-    # A value that is the same for any number of devices becomes one line instead of a column.
+    # A value that is the same for all numbers of devices is printed once, below the table.
     same = {title: sizes[0] for title, sizes in columns.items() if len({*sizes}) == 1}
     shown = {title: map(human_bytes, sizes) for title, sizes in columns.items() if title not in same}
     cells = zip((str(row["devices"]) for row in rows), *shown.values(), strict=True)

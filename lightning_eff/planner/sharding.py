@@ -1,9 +1,9 @@
 """Compute the memory per device of a sharded run on 1 to 1,024 devices, before any process starts.
 
-`forecast.py` calls it. The Trainer's strategy has the arithmetic (report/sharding.py). The model is built on
-the meta device with the run's adapters, and its optimizer steps once on fake tensors to create its state. So
-a laptop can compute the memory of 1,024 devices. Activations depend on the batch and on recomputation. They
-are taken from the predicted step, because data parallelism does not shard them.
+`forecast.py` calls it. The Trainer's strategy divides the bytes (report/sharding.py). To count them, the
+model is built on the meta device with the run's adapters, and its optimizer steps once on fake tensors to
+create its state. So a laptop can compute the memory of 1,024 devices. Activations are those of the predicted
+step, because data parallelism does not shard them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_eff.report.sharding import DeviceShare, Sharding
 from lightning_eff.run import model_without_memory
 
 CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-"""Precisions for which Lightning casts the model's weights."""
+"""Precisions with which Lightning casts the model's weights, and to which dtype."""
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
 PREDICTED = (
@@ -65,10 +65,10 @@ class ShardingTable:
 
 
 def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | None) -> ShardingTable:
-    """Return bytes per device for 1 to 1,024 devices; an empty table for a strategy that shards nothing.
+    """Return bytes per device for 1 to 1,024 devices.
 
-    If the model of a composed recipe cannot be built on the meta device, or its optimizer cannot step,
-    `about` has the reason.
+    The table is empty for a strategy that shards nothing. It is also empty, with the reason in `about`, if
+    the model cannot be built on the meta device or its optimizer cannot step.
 
     Args:
         values: From `config.compose_recipe`.

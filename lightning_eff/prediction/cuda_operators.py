@@ -1,7 +1,7 @@
 """Make fake tensors save what CUDA's operators save, to predict for a GPU that need not be present.
 
-predict.py and `callbacks/gradient_checkpointing` enter it. Fake tensors are on a CPU, whose operators save
-other tensors for the backward pass than CUDA's. A prediction for CUDA replaces four things:
+predict.py and `callbacks/gradient_checkpointing` enter `CudaOperators`. Fake tensors are on a CPU, whose
+operators save other tensors for the backward pass than CUDA's. A prediction for CUDA replaces four things:
 
 - `F.scaled_dot_product_attention` calls the operator that CUDA would run (core/attention_backends.py), with
   masks and heads prepared as in pytorch's attention.cpp. Its fake outputs have the shapes of the saved
@@ -10,9 +10,9 @@ other tensors for the backward pass than CUDA's. A prediction for CUDA replaces 
 - `F.rms_norm` is one operator, which saves its input and one number per row.
 - Autocast has CUDA's lists: norms, softmax, sums and many pointwise operators compute in float32.
 
-Why dispatcher kernels: at that level autocast has already cast the operands, and they see every call, also
-from `nn.MultiheadAttention` and checkpoints. Calls under `torch.inference_mode` skip them: it has no
-autograd.
+Why kernels of the dispatcher: there, autocast has already cast the operands, and every call arrives, also
+from `nn.MultiheadAttention` and from checkpoints. Under `torch.inference_mode` there is no autograd, so these
+kernels are not called.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
             self._library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
             self._library.impl("dropout", _dropout, "AutogradCPU")
             self._library.impl("rms_norm", _rms_norm, "AutogradCPU")
-            # Fakes never call this kernel. But an operator with a kernel is not decomposed, so it keeps its
-            # own gradient.
+            # Fakes never call this kernel. It is registered because an operator with a kernel is not
+            # decomposed, and so keeps its own gradient.
             self._library.impl("_fused_rms_norm", _no_kernel, "CPU")
             with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is overridden
                 for name, kernel in autocast_kernels():

@@ -1,13 +1,13 @@
-"""Cache the results of operations on fake tensors, which torch takes much longer to compute.
+"""Cache the results of operations on fake tensors, because torch takes much longer to compute them.
 
 fake_values.py calls it for every operation. A step repeats few operations very often, since all blocks of a
-model run the same ones. For operands of given sizes, strides and dtypes, the result of torch's
+model run the same ones. For operands with the same sizes, strides and dtypes, the result of torch's
 `FakeTensorMode` is kept as a recipe: which operand is returned, which storage is viewed, or which sizes a new
-tensor has. Why not torch's own cache: it supports symbolic shapes, and spends most of an operation on its
-key.
+tensor has. Why not torch's own cache: it supports symbolic shapes, and spends most of an operation's time on
+its key.
 
-Not kept: operations whose result depends on values, changes an operand's sizes, or shares a storage other
-than as a view of one operand.
+A result is not kept if it depends on values, if the operation changes an operand's sizes, or if it shares a
+storage in another way than as a view of one operand.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FakeResults:
 
 
 def _describe(values: Any, key: list[Any], operands: list[FakeTensor]) -> bool:
-    """Append arguments to a key and their tensors to `operands`; return False if an argument has no key."""
+    """Append arguments to a key, and their tensors to `operands`; return False if one cannot be in a key."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:

@@ -1,13 +1,14 @@
 """Provide values for fake tensors: computed where they are known, plausible otherwise.
 
-`Fakes` enters the mode. Values are propagated from small integer tensors: the batch's, and constants. If a
-value is unknown, the training is assumed to go well. `all` and `isfinite` are true, `any` and `isnan` false,
-and a loss scaler finds no infinity. Any other bool is True, any other integer 1, and any other float 0.01,
-neither zero nor a large fraction. Each assumption is kept with the line of user code that read the value;
-reads by this package are not.
+`Fakes` enters the mode. Values are propagated from small integer tensors, those of the batch and constants.
+If a value is unknown, the training is assumed to go well: `all` and `isfinite` are true, `any` and `isnan`
+false, and a loss scaler finds no infinity. Any other bool is True, any other integer 1, and any other float
+0.01, which is neither zero nor a large fraction. Each assumption is kept with the line of the user's code
+that read the value. Reads by this package are not kept.
 
-The mode also corrects dtypes. A norm saves statistics for the backward pass (mean and reciprocal deviation)
-in the dtype of its weight. torch 2.13 gives fakes the input's dtype, half as large under mixed precision.
+The mode also corrects dtypes. For its backward pass, a norm saves statistics (mean and reciprocal deviation)
+in the dtype of its weight. torch 2.13 gives them the input's dtype on fakes, which is half as large under
+mixed precision.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ aten: Any = torch.ops.aten
 
 PACKAGE = Path(__file__).parent.parent
 OWN = tuple(PACKAGE / name for name in ("prediction", "planner", "report"))
-"""Folders of the predicting code, whose reads of values are not the training's."""
+"""Folders of the code that predicts; its reads of values are no reads by the training."""
 SMALL = 1 << 20
 """Maximum elements of a tensor whose values are propagated; enough for a batch of a million tokens."""
 SMALL_CONSTANT = 1024
@@ -52,7 +53,7 @@ NORM_WEIGHT_INDEX = {
 
 
 class FakeValues(InfraMode):
-    """Answer reads of values (`item`, `bool`, ...), in front of torch's `FakeTensorMode`, which has none."""
+    """Answers reads of values (`item`, `bool`, ...); torch's `FakeTensorMode`, below it, has no values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +84,8 @@ class FakeValues(InfraMode):
                 else:
                     indices.append(index)
             args = (args[0], indices)
-        # If the output's shape depends on values, compute the values first. Otherwise compute the fake first:
-        # its size shows whether values are worth computing, since two rows of tokens may give a 16 GiB mask.
+        # If the output's shape depends on values, compute the values first. Otherwise compute the fake first,
+        # because its size decides whether to compute values: two rows of tokens may give a mask of 16 GiB.
         by_value = torch.Tag.dynamic_output_shape in func.tags
         known = self._compute(func, args, kwargs) if by_value else None
         if known is not None:

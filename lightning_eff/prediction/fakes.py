@@ -9,9 +9,9 @@ replaced while `Fakes` is entered:
 - `copy.deepcopy` of a tensor;
 - `Tensor._make_subclass`, which creates quantized weights.
 
-Nothing is compiled meanwhile, because compiled code reads memory. A compiled module needs at most as much
-memory as uncompiled. A compiled optimizer update keeps its temporaries in registers, so it runs uncompiled
-and uncounted.
+Nothing is compiled while `Fakes` is entered, because compiled code reads memory. A compiled module needs at
+most the memory of the uncompiled one, which is counted. A compiled optimizer update keeps its temporaries in
+registers, so they are not counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _entered: ContextVar[Fakes | None] = ContextVar("_entered", default=None)
 
 
 class Fakes(AbstractContextManager["Fakes"]):
-    """Make every tensor created inside a fake one; it can be entered again after it exits.
+    """Makes every tensor that is created inside a fake one; it can be entered again after it has exited.
 
     Example:
         >>> with Fakes() as fakes:
@@ -116,10 +116,10 @@ class Fakes(AbstractContextManager["Fakes"]):
         return run
 
     def _hide_from_transformers(self) -> None:
-        """Make transformers treat fakes like real tensors, if it has been imported.
+        """Make transformers, if it has been imported, treat fakes like real tensors.
 
-        transformers (5.23) takes a fake for a compiler's tensor and then builds a T x T mask. With real
-        tensors it reads the rows' mask, finds it causal and leaves it to the attention kernel.
+        transformers (5.23) mistakes a fake for a tensor of a compiler, and builds a T x T mask. With real
+        tensors it reads the mask of the rows, finds that it is causal, and builds none.
         """
         module = sys.modules.get("transformers.utils.import_utils")
         if module is not None and not self._is_hidden:

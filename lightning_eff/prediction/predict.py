@@ -1,10 +1,10 @@
 """Predict the peak memory of a training step by running it on fake tensors.
 
 planner/forecast.py calls `predict`, and `callbacks/gradient_checkpointing` calls `predict_inside` to choose
-what to recompute. The model is built on fake tensors. `Trainer.fit` runs for two optimizer steps with
-everything in the Trainer, on a batch of the right shapes. For a CPU, the count matches `EfficiencyReport` to
-the byte; for a GPU, operators and autocast are CUDA's (cuda_operators.py). Loggers, checkpoints, validation
-and callbacks that only observe are left out.
+what to recompute. The model is built on fake tensors. `Trainer.fit` runs for two optimizer steps, with all
+techniques of the Trainer and a batch of the right shapes. Loggers, checkpoints, validation and callbacks that
+only observe are left out. For a CPU, the count matches `EfficiencyReport` to the byte. For a GPU, operators
+and autocast are CUDA's (cuda_operators.py).
 
 Code that needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction;
 `reason` explains why.
@@ -42,11 +42,12 @@ OBSERVERS = (
     upstream.Checkpoint, upstream.DeviceStatsMonitor, upstream.EarlyStopping, upstream.LearningRateMonitor,
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
-"""Lightning's callbacks that only observe, need values or write files; they use no memory in a step."""
+"""Lightning's callbacks that need values or write files, and use no memory in a step."""
 LONGEST_WINDOW = 2
-"""Batches run per step: the first starts without gradients; the last adds to them, then the optimizer steps.
+"""Most batches per predicted step. In the first one there are no gradients yet; in the last one they exist,
+and then the optimizer steps. All batches between them need the same memory as the last.
 
-One batch is enough for the first step, which only allocates the optimizer's state.
+The first step has one batch, because it only allocates the optimizer's state.
 """
 MONITORS = "lightning_eff.monitors."
 """Package of this suite's callbacks that only observe."""
@@ -54,7 +55,7 @@ MONITORS = "lightning_eff.monitors."
 
 @runtime_checkable
 class JoinsPrediction(Protocol):
-    """A technique that behaves differently in a prediction; any other takes part unchanged."""
+    """A technique that behaves differently in a prediction; other techniques take part unchanged."""
 
     def join_prediction(self, gpu: Device | None) -> bool:
         """Prepare for two steps on fake tensors; return whether to take part.
@@ -80,8 +81,8 @@ class Prediction:
 
     Args:
         peak: Peak of all tensors, exact to the byte for a CPU; None if the step could not be run.
-        in_blocks: Peak in blocks of CUDA's allocator, without tensors that stay in host memory.
-        assumed: Values that were assumed.
+        in_blocks: Peak as CUDA's allocator counts it, in blocks, without tensors in host memory.
+        assumed: Assumptions behind the peak, one sentence each.
         reason: Why there is no peak.
         flops: Floating-point operations of a batch.
         host_bytes: Peak of the tensors that stay in host memory.
@@ -162,8 +163,8 @@ def predict_inside(
 ) -> Prediction:
     """Predict like `predict`, inside `fakes` that are already entered.
 
-    They may belong to an outer prediction, whose device then applies. `recorder` records the steps; None
-    takes a new one.
+    The fakes may belong to another prediction that is running, whose device then applies. `recorder` records
+    the steps; None takes a new one.
     """
     gpu, batches = devices.gpu_of(torch.empty(0)), [batch]
     with quietly() as warned:
@@ -171,9 +172,9 @@ def predict_inside(
         device = made.strategy.root_device
         if made.num_devices != 1 or made.world_size != 1 or device.type != "cpu":
             raise ValueError(f"a Trainer for {device}: expected accelerator='cpu', devices=1")
-        # Before the fit begins: callbacks prepare in `setup`.
+        # Before the fit begins, because callbacks prepare in `setup`.
         made.callbacks = [each for each in made.callbacks if _takes_part(each, gpu)]
-        _takes_part(made.precision_plugin, gpu)  # a plugin always does
+        _takes_part(made.precision_plugin, gpu)  # a plugin always takes part, so only its preparation counts
 
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
@@ -198,7 +199,7 @@ def _takes_part(technique: object, gpu: Device | None) -> bool:
 
 
 def _like(capability: int, memory_bytes: int | None = None) -> Device | None:
-    """Return a GPU of this capability; an unknown one gets the rates of the next lower capability."""
+    """Return a GPU of this capability; if none is known, with the rates of the next lower capability."""
     if not capability:
         return None
     lower = [gpu for gpu in DEVICES.values() if gpu.capability <= capability]
@@ -285,15 +286,15 @@ class _StopPrediction(Exception):  # noqa: N818 - not an error
 
 @dataclass(eq=False)
 class _Record(pl.Callback):
-    """Record until the probe is done, then end the run; cuts a step to at most `LONGEST_WINDOW` batches.
+    """Records until the probe is done, then ends the run; a step has at most `LONGEST_WINDOW` batches.
 
-    Why not `LambdaCallback`: its hooks are instance attributes. `OptimizerChoice` would take them for a
+    Why not `LambdaCallback`: its hooks are instance attributes. `OptimizerChoice` would mistake them for the
     user's hooks, and keep gradients for them.
     """
 
     probe: Probe
     keeps_batches: bool
-    """Whether a technique holds the batches of a step until its end, so that each one adds to the peak."""
+    """Whether a technique holds all batches of a step until its end, so that none may be left out."""
     window: int = 0
     """Batches per step in the real run."""
 
@@ -303,9 +304,9 @@ class _Record(pl.Callback):
     ) -> None:
         if not self.keeps_batches:
             self.window = self.window or trainer.accumulate_grad_batches
-            # The first step can be shortened only with our loop and in an epoch of more than two batches.
-            # Lightning's loop counts batches from the epoch's start, so a short first step would shift the
-            # second. So would the end of an epoch of two batches.
+            # The first step may be shorter only with our loop and in an epoch of more than two batches.
+            # Lightning's loop counts a step's batches from the start of the epoch: a short first step would
+            # also shorten the second, and so would the end of an epoch of two batches.
             loop = trainer.fit_loop.epoch_loop.automatic_optimization
             is_free = isinstance(loop, ExactStep) and trainer.num_training_batches > LONGEST_WINDOW
             is_short = is_free and trainer.global_step == 0
@@ -344,9 +345,10 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) 
 
 @contextmanager
 def quietly() -> Generator[list[warnings.WarningMessage]]:
-    """Suppress warnings and log messages of techniques and Lightning, since this is not a real run.
+    """Suppress warnings and log messages, because this is not a real run.
 
-    Warnings that also apply to the real run are collected: a technique applies to a small part of the model.
+    One kind of warning also applies to the real run, and is collected: a technique reaches only a small part
+    of the model.
     """
     with warnings.catch_warnings(record=True) as warned, ExitStack() as stack:
         warnings.simplefilter("ignore")

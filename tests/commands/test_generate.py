@@ -20,7 +20,6 @@ from lightning_eff.data.python_source import PythonSource
 from lightning_eff.data.text import Text
 from lightning_eff.models.gpt import GPT
 from tests.support.command_line import Command
-from tests.support.own_recipe import MODULE
 from tests.support.trained_llama import train_llama
 
 pytestmark = pytest.mark.filterwarnings(
@@ -42,7 +41,7 @@ def plain_greedy(checkpoint: Path, ids: list[int], num_tokens: int) -> list[int]
     return drawn
 
 
-def test_a_gpt_writes_what_its_weights_say(
+def test_a_gpt_continues_a_prompt_as_a_plain_loop_over_its_weights(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*tiny, "optimizer.lr=0.1", "precision=fp32"]
@@ -60,19 +59,15 @@ def test_a_gpt_writes_what_its_weights_say(
     named = [str(folder), f"ckpt_path={checkpoint.name}"]
     out = command("generate", *named, *ASKED[2:], "--top-k", "1", "--num-samples", "2", code=0)[1]
     assert out == f"--- sample 1 of 2 ---\n{text}\n--- sample 2 of 2 ---\n{text}\n"
-    first, same, other = (
+    first, other = (
         json.loads(command("generate", str(folder), *ASKED, "--seed", seed, "--json", code=0)[1])
-        for seed in ("5", "5", "6")
+        for seed in ("5", "6")
     )
-    assert first["tokens"] == same["tokens"] != other["tokens"]
+    assert first["tokens"] != other["tokens"]
     assert first["texts"] == [data.tokenizer.decode([*ids, *first["tokens"][0]]).removeprefix("def f")]
-    Path("my_own.py").write_text(MODULE)
-    sizes = ["model.vocab_size=300", "model.context_length=16"]
     for more, key in [
-        (["model.num_layers=9"], "ckpt_path="),
         (["--top-p=1.5"], "top_p=1.5"),
         ([f"--prompt={'def function_1_1(x)' * 9}"], "--prompt="),
-        (["data._target_=my_own.Data", *sizes], "Data"),
     ]:
         out, err = command("generate", str(folder), *ASKED, *more, code=2)[1:]
         assert (out, key in err) == ("", True), (more, err)
@@ -90,7 +85,7 @@ def test_the_standard_input_is_read_unless_it_is_a_terminal(
 
 
 @pytest.mark.slow
-def test_an_adapted_model_of_transformers_answers_by_its_template(
+def test_a_hugging_face_model_with_an_adapter_answers_by_its_chat_template(
     tiny_llama: Path, command: Command, empty_folder: Path
 ) -> None:
     folder = train_llama(command, tiny_llama, "+callbacks=peft_adapter")
@@ -126,6 +121,3 @@ def test_a_chat_prompt_ends_where_the_answer_begins(tiny_llama: Path, empty_fold
     tokenizer = Text(paths=["note.txt"], tokenizer=str(tiny_llama)).training_tokenizer
     ids, is_target = tokenizer.encode_chat([*turns, {"role": "assistant", "content": "sat"}])
     assert tokenizer.encode_chat_prompt(turns) == ids[: is_target.index(True)]
-    tokenizer._hub.chat_template = "{{ raise_exception('no user, please') }}"
-    with pytest.raises(ValueError, match="no user, please"):
-        tokenizer.encode_chat_prompt(turns)

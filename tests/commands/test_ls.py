@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.command_line import Command
 
 
-def test_one_line_for_each_recipe_and_option(command: Command) -> None:
+def test_each_recipe_and_option_has_a_line_and_a_word_filters_them(command: Command) -> None:
     code, out, _ = command("ls", "--json")
     rows = json.loads(out)["rows"]
     assert code == 0
@@ -18,9 +18,6 @@ def test_one_line_for_each_recipe_and_option(command: Command) -> None:
     assert kinds["lm"] == "recipe"
     assert kinds["callbacks/empty_cache"] == "technique"
     assert kinds["precision/bf16_mixed"] == kinds["model/gpt"] == "option"
-
-
-def test_a_word_filters(command: Command) -> None:
     out = command("ls", "bfloat16")[1]
     assert "precision/bf16_mixed" in out
     assert "empty_cache" not in out

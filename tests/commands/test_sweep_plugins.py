@@ -39,7 +39,7 @@ def values_of(folder: Path) -> list[float | None]:
     return [report["metrics"].get("val_loss") for report in reports]
 
 
-def test_runs_at_once_are_rows_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
+def test_parallel_runs_are_rows_and_a_failed_run_stops_no_other(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     out, err = sweep(tmp_path, *joblib, "model.dropout=0.0,0.5,0.1", "--json", expected=1)
     rows = json.loads(out)["rows"]

@@ -1,4 +1,4 @@
-"""Which measured rows take part in the verdict, and what it takes to win."""
+"""Which measured rows take part in the verdict, and which of them may win."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from lightning_eff.comparison.judgement import (
     can_win,
     compare_to_baseline,
-    describe_noise,
     helpful,
     noise,
     verdict,
@@ -92,14 +91,13 @@ def test_the_rounds_of_a_trial_measure_the_noise_too(slow: float, *, wins: bool)
     assert ("a," in verdict(rows).split()) == wins
 
 
-def test_one_round_says_nothing_about_speed_but_bytes_count() -> None:
+def test_after_one_round_only_memory_is_compared() -> None:
     rows = [row(BASELINE, (100.0,)), row("a", (500.0,), EXACT), row("b", (1.0,), LOSSY, peak=50)]
     compare_to_baseline(rows)
     assert noise(rows) is None
     assert verdict(rows).split()[2] == "b,", "the first sentence is of memory"
     assert "a," not in verdict(rows).split()
     assert verdict([row("a", (500.0,), EXACT)]).endswith("not measured."), "there is no baseline"
-    assert describe_noise([]) == ""
 
 
 def test_an_exact_technique_with_another_loss_is_excluded() -> None:
@@ -115,10 +113,8 @@ def test_an_exact_technique_with_another_loss_is_excluded() -> None:
     assert verdict([*rows.values()]).count("right") == 2
     assert CHANGES_LOSS in cells(rows["wrong"])[-1]
 
-
-def test_a_technique_that_the_row_removes_is_held_to_its_promise_too() -> None:
     rows = judged(row(BASELINE, (1.0,), EXACT), row("~a", (1.0,), loss=2.1))
-    assert rows["~a"].excluded == CHANGES_LOSS
+    assert rows["~a"].excluded == CHANGES_LOSS, "removing an exact technique changes no loss either"
 
 
 BF16 = {"precision": "bf16-mixed"}
@@ -127,7 +123,6 @@ BF16 = {"precision": "bf16-mixed"}
 @pytest.mark.parametrize(
     ("loss", "excluded", "base", "other"),
     [
-        (2.0 + 1e-6, "", {}, {}),
         (2.01, "", BF16, BF16),
         (2.1, CHANGES_LOSS, BF16, BF16),
         (2.1, "", {"is_random": True}, {"is_random": True}),
@@ -142,7 +137,7 @@ def test_losses_may_differ_by_rounding_by_other_draws_and_by_inexact_changes(
     assert rows["a"].excluded == excluded
 
 
-def test_a_row_in_which_one_of_several_had_no_effect_takes_part() -> None:
+def test_a_row_is_without_effect_only_if_all_its_techniques_are() -> None:
     optimizer = "callbacks/optimizer_choice"
     rows = judged(row(BASELINE, (1.0,)), row("both", (1.0,), EXACT, IDLE), row("off", (1.0,), IDLE, loss=2.1))
     assert can_win(rows["both"])
@@ -155,7 +150,7 @@ def test_a_row_in_which_one_of_several_had_no_effect_takes_part() -> None:
     assert judged(base, other)["optimizer=x"].excluded == "", "no row of this recipe differs by it"
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e6])
+@pytest.mark.parametrize("loss", [math.nan, 1e6])
 def test_a_row_that_diverges_does_not_win(loss: float) -> None:
     rows = judged(row(BASELINE, (1.0, 1.0)), row("optimizer=lion", (9.0, 9.0), LOSSY, loss=loss, peak=10))
     assert rows["optimizer=lion"].excluded == DIVERGES
@@ -168,7 +163,7 @@ def known(name: str, speed: float, peak: float, *, status: str = MEASURED, **mor
     return ComparisonRow(name, status, speed_ratio=speed, peak_ratio=peak, **rates, **more)
 
 
-def test_only_what_is_better_beyond_the_noise_at_the_same_loss_helps() -> None:
+def test_a_row_helps_if_it_is_better_beyond_the_noise_at_the_same_loss() -> None:
     rows = [
         known(BASELINE, 1.0, 0.5), known("fast", 1.2, 1.0),
         known("same", 1.05, 0.98), known("small", 0.5, 0.25),

@@ -1,4 +1,4 @@
-"""Drawn images: each its own and the same in every run, with a mask that fits what is seen."""
+"""Drawn images: all different, the same in every run, and with a mask that fits the image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def batches(data: Shapes, split: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(images), torch.cat(masks)
 
 
-def test_images_are_their_own_and_the_same_in_every_run_and_worker() -> None:
+def test_images_differ_and_are_the_same_in_every_run_and_worker() -> None:
     images, masks = batches(Shapes(**SMALL), "val")
     again = batches(Shapes(**SMALL | {"num_train_images": 9, "num_workers": 1, "batch_size": 1}), "val")
     assert torch.equal(images, again[0])
@@ -27,8 +27,8 @@ def test_images_are_their_own_and_the_same_in_every_run_and_worker() -> None:
     assert not torch.equal(train, batches(Shapes(**SMALL), "train")[0]), "shuffled"
 
 
-def test_masks_fit_what_is_seen() -> None:
-    """The background is one colour below 0, shapes are above, but for noise."""
+def test_masks_fit_the_images() -> None:
+    """Apart from noise, the background has one colour below 0, and shapes are above 0."""
     images, masks = batches(Shapes(**SMALL), "val")
     assert set(masks.unique().tolist()) == {0, 1, 2, 3}
     for image, mask in zip(images, masks, strict=True):

@@ -1,4 +1,4 @@
-"""HFCausalLM: transformers' own loss, isolated documents, loading, rejected folders, and checkpoints."""
+"""HFCausalLM: the loss of transformers, isolated documents, loading, rejected folders, and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step_of(model: HFCausalLM, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copy_of(folder: Path, target: Path, **changed: Any) -> Path:
-    """Return a copy of a model's folder with other values in its configuration, and code never to run."""
+    """Return a copy of a model's folder with a changed configuration, and code that must never run."""
     shutil.copytree(folder, target)
     (target / "code.py").write_text("raise SystemExit('this code was run')\n")
     config = json.loads((target / "config.json").read_text())
@@ -91,8 +91,8 @@ def test_a_packed_loss_is_the_weighted_mean_of_its_documents(tiny_llama: Path) -
     assert (step_of(model, across)["loss"] - whole["loss"]).abs() > 1e-4
 
 
-def test_rows_as_one_row_are_the_same(tiny_llama: Path) -> None:
-    # Flash attention finds documents in a single row alone, so rows are laid behind each other for it.
+def test_rows_joined_for_flash_attention_have_the_same_loss(tiny_llama: Path) -> None:
+    # Flash attention detects documents only in a batch of one row, so all rows are joined into one.
     model = make(tiny_llama, dtype="float64")
     batch = {key: torch.cat([value, value.flip(0)]) for key, value in packed().items()}
     expected = step_of(model, batch)["loss"]
@@ -121,7 +121,7 @@ def test_a_model_without_document_isolation_rejects_packed_rows(tmp_path: Path) 
     assert step_of(model, draw_batch())["loss"] > 0
 
 
-def test_two_steps_lower_the_loss_and_the_checkpoint_loads_without_pickle(
+def test_two_steps_lower_the_loss_and_the_checkpoint_loads_with_weights_only(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def test_two_steps_lower_the_loss_and_the_checkpoint_loads_without_pickle(
     assert is_equal(loaded.state_dict(), model.state_dict())
 
 
-def test_the_weights_are_read_from_the_files_and_once(tiny_llama: Path) -> None:
+def test_the_weights_are_read_from_the_files_only_once(tiny_llama: Path) -> None:
     from safetensors.torch import load_file
 
     stored = load_file(tiny_llama / "model.safetensors")
@@ -150,7 +150,7 @@ def test_the_weights_are_read_from_the_files_and_once(tiny_llama: Path) -> None:
     assert not torch.equal(drawn.model.lm_head.weight, built.lm_head.weight)
 
 
-def test_drawn_weights_depend_on_the_seed_at_construction_alone(tiny_llama: Path) -> None:
+def test_random_weights_depend_only_on_the_seed_at_construction(tiny_llama: Path) -> None:
     torch.manual_seed(5)
     first = HFCausalLM(name=str(tiny_llama), pretrained=False)
     torch.manual_seed(5)
@@ -164,12 +164,9 @@ def test_drawn_weights_depend_on_the_seed_at_construction_alone(tiny_llama: Path
     assert torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "rows"), [({"pad_to_multiple_of": 64}, 320), ({"vocab_size": 100}, 272)]
-)
-def test_the_embedding_grows_and_never_shrinks(tiny_llama: Path, keywords: dict[str, int], rows: int) -> None:
-    model, tokens = make(tiny_llama, **keywords), torch.tensor([[1, 2, 3]])
-    assert model.model.get_input_embeddings().num_embeddings == rows
+def test_the_embedding_grows_and_never_shrinks(tiny_llama: Path) -> None:
+    model, tokens = make(tiny_llama, vocab_size=100, pad_to_multiple_of=64), torch.tensor([[1, 2, 3]])
+    assert model.model.get_input_embeddings().num_embeddings == 320, "the files have 272 rows"
     torch.testing.assert_close(model(tokens)[..., :272], make(tiny_llama)(tokens))
 
 
@@ -214,20 +211,16 @@ def test_code_next_to_weights_is_never_run(tiny_llama: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True, "temperature": 3.0, "top_k": 9, "top_p": 0.8, "eos_token_id": 5}]
 )
-def test_generated_text_is_transformers_and_the_random_state_is_restored(
+def test_generated_tokens_match_transformers_and_the_random_state_is_restored(
     options: dict[str, Any], tiny_llama: Path
 ) -> None:
     model, prompt = make(tiny_llama).eval(), [5, 6, 7, 8]
+    options = options | {"max_new_tokens": 12}
     rows = torch.tensor([prompt]).expand(3, -1)
     torch.manual_seed(7)
-    mask = torch.ones_like(rows)
-    expected = model.model.generate(rows, attention_mask=mask, max_new_tokens=12, **options)[:, 4:].tolist()
+    expected = model.model.generate(rows, attention_mask=torch.ones_like(rows), **options)[:, 4:].tolist()
     state = torch.get_rng_state()
-    for _ in range(2):
-        assert (
-            continue_prompt(model, prompt, {"max_new_tokens": 12, **options}, seed=7, num_samples=3)
-            == expected
-        )
+    assert continue_prompt(model, prompt, options, seed=7, num_samples=3) == expected
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -34,8 +34,8 @@ def test_two_levels_are_their_formula() -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_pixel_depends_on_pixels_near_it_alone(norm: bool) -> None:
-    """Tiles with a halo can compute it; statistics of the image would make every gradient non-zero."""
+def test_a_pixel_depends_only_on_pixels_nearby(norm: bool) -> None:
+    """So tiles with a halo can compute it. Statistics of the image would make every gradient non-zero."""
     image = torch.zeros(1, 3, 160, 160, requires_grad=True)
     logits = make_unet(norm=norm)(image + torch.rand(3, 1, 1))
     logits[0, :, 80, 80].sum().backward()

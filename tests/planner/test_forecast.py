@@ -1,9 +1,8 @@
-"""A recipe's peak to the byte, what is added for CUDA, whether it fits, and which devices may be named."""
+"""Forecasts: the peak of a recipe to the byte, bytes added for CUDA, whether it fits, names of devices."""
 
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,9 @@ from lightning_eff.planner.forecast import (
     MemoryForecast,
     forecast,
 )
-from lightning_eff.planner.printing import Plan, forecast_text
+from lightning_eff.planner.printing import Plan
 from lightning_eff.prediction.predict import Prediction, predict_step
 from lightning_eff.run import build
-from tests.support.command_line import Command
 
 GIB = 2**30
 
@@ -48,16 +46,13 @@ def test_blocks_are_rounded_and_the_workspace_is_added() -> None:
     assert DeviceMemory.of(DEVICES["h100"]).workspace_bytes == 32 * 2**20
 
 
-def test_the_drivers_context_is_not_free() -> None:
+def test_the_context_of_the_driver_is_not_free_memory() -> None:
     taken = MemoryForecast(prediction(), DeviceMemory("tight", 2**20, is_cuda=True)).num_bytes
     assert taken is not None
     tight = MemoryForecast(prediction(), DeviceMemory("tight", taken + CONTEXT_BYTES, is_cuda=True))
     short = MemoryForecast(prediction(), DeviceMemory("short", taken + CONTEXT_BYTES - 1, is_cuda=True))
     assert [each.fits for each in (tight, short)] == [True, False]
-    assert "fits, 0 B left" in forecast_text(tight)
-    assert "does not fit: 1 B short" in forecast_text(short)
     unknown = MemoryForecast(Prediction(reason="no"), DeviceMemory("here", 1))
-    assert forecast_text(unknown) == "peak not predicted: no"
     assert Plan(unknown).as_dict()["peak"]["fits"] is None
 
 
@@ -67,7 +62,7 @@ def planned(*words: str) -> DeviceMemory:
     return DeviceMemory.of(device, memory_bytes=memory_bytes)
 
 
-def test_devices_are_named_and_taken_out_of_the_overrides() -> None:
+def test_the_device_is_removed_from_the_overrides() -> None:
     assert split_device(["device=RTX4090", "seed=1"]) == (DEVICES["rtx4090"], None, ["seed=1"])
     assert split_device(["seed=1"]) == (None, None, ["seed=1"])
     memory = planned("device=rtx3090", "device.memory=10GiB")
@@ -77,9 +72,8 @@ def test_devices_are_named_and_taken_out_of_the_overrides() -> None:
     assert (host.memory_bytes, host.is_cuda) == (3 * GIB, False)
 
 
-@pytest.mark.parametrize("words", [["device.memory=40GiB"], ["device=mi300x", "device.memory=40GiB"]])
-def test_attention_of_an_unknown_gpu_is_planned_as_on_an_a100(words: list[str]) -> None:
-    memory = planned(*words)
+def test_attention_of_an_unknown_gpu_is_planned_as_on_an_a100() -> None:
+    memory = planned("device.memory=40GiB")
     assert (memory.memory_bytes, memory.is_cuda, memory.capability) == (40 * GIB, True, 80)
     assert memory.workspace_bytes == HOPPER_WORKSPACE_BYTES, "the larger of the two"
     assert any("A100" in text for text in memory.about)
@@ -89,7 +83,7 @@ def test_attention_of_an_unknown_gpu_is_planned_as_on_an_a100(words: list[str]) 
     ("words", "key", "text"),
     [
         (["device=H10"], "device", "'h100'"),
-        *[([f"device.memory={size}"], "device.memory", "MiB") for size in ("40", "-1GiB", "", "nanGiB")],
+        *[([f"device.memory={size}"], "device.memory", "MiB") for size in ("40", "nanGiB")],
     ],
 )
 def test_unknown_names_and_sizes_are_rejected_by_key(words: list[str], key: str, text: str) -> None:
@@ -99,21 +93,12 @@ def test_unknown_names_and_sizes_are_rejected_by_key(words: list[str], key: str,
     assert text in caught.value.allowed
 
 
-def test_a_plan_for_another_gpu_compares_with_its_memory(command: Command, empty_folder: Path) -> None:
-    words = ["baseline", "data.batch_size=2", "data.context_length=32", "trainer.accelerator=cpu", "--json"]
-    words += ["precision=bf16_mixed", "device=t4", "device.memory=520MiB"]
-    content = json.loads(command("plan", *words, code=0)[1])
-    assert (content["peak"]["device"], content["peak"]["fits"]) == ("T4", False)
-    (row,) = (row for row in content["rows"] if row["technique"] == "precision/auto")
-    assert row["will_be"] == "warned", "it emulates bfloat16"
-
-
 def compose(recipe: str, *words: str) -> dict[str, Any]:
     return dict(composition.compose_recipe(recipe, list(words), RecipePath.of([])).values)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
-def test_predicted_is_measured(tiny: list[str], tmp_path: Path) -> None:
+def test_the_predicted_peak_of_a_recipe_is_the_measured_one(tiny: list[str], tmp_path: Path) -> None:
     words = ["data.batch_size=4", "callbacks.micro_batch.micro_batch_size=2", "data.context_length=8"]
     window = "callbacks.gradient_accumulation.global_batch_size=4"
     values = compose("low_memory", *tiny, "trainer.max_steps=2", *words, window, "+callbacks=data_preload")

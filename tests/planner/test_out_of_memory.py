@@ -1,4 +1,4 @@
-"""An out-of-memory error names phase, holders and an override; with the override the run finishes."""
+"""An OOM error names the phase, the largest tensors and an override; with it the run finishes."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_a_model_that_does_not_fit_is_reported_before_the_run_begins(
     assert not Path("outputs/baseline").exists()
 
 
-def test_a_step_that_fits_is_not_given_as_the_reason(
+def test_a_step_that_fits_is_not_named_as_the_cause(
     tiny: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 10 MiB that a step needs, 50 are free: what failed is no batch like the first."""
+    """A step needs 10 MiB, and 50 are free, so another batch than the first has failed."""
     monkeypatch.setattr(
         host_memory, "host_memory_limit", lambda: HostMemoryLimit("cgroup /box", 150 * MIB, 100 * MIB)
     )
@@ -95,10 +95,8 @@ def test_a_step_that_fits_is_not_given_as_the_reason(
 @pytest.mark.parametrize(
     ("phase", "hook"),
     [
-        ("training_step", "training_step"),
         ("backward", "on_after_backward"),
         ("optimizer_step", "on_before_optimizer_step"),
-        ("validation_step", "validation_step"),
         ("save_checkpoint", "on_save_checkpoint"),
     ],
 )

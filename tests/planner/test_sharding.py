@@ -1,4 +1,4 @@
-"""The table of many devices: what it shows."""
+"""The table of many devices, and the verdict on one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_eff.report.sharding import DeviceShare
 SHARES = {1: DeviceShare(weights=4096), 4: DeviceShare(weights=1024, host=1023.6)}
 
 
-def test_a_verdict_includes_activations_if_they_are_known_and_a_cpu_has_the_host_s_memory() -> None:
+def test_a_verdict_counts_activations_if_known_and_for_a_cpu_the_memory_of_the_host() -> None:
     def shown(table: ShardingTable, devices: int, free_bytes: int) -> str:
         """Return the verdict for a GPU with some free memory, for a CPU with none."""
         memory = DeviceMemory("X", 4096 + free_bytes, is_cuda=bool(free_bytes))

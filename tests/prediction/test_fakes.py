@@ -1,4 +1,4 @@
-"""Fake tensors that a training runs on: values that it reads, and torch as it was afterwards."""
+"""Fake tensors: the values that a training reads from them, and torch restored afterwards."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_values_of_a_batch_and_constants_are_computed() -> None:
     assert len(fakes.assumed) == 1
 
 
-def test_what_this_package_reads_is_no_assumption_about_the_users_code() -> None:
+def test_reads_by_this_package_are_not_listed_as_assumptions() -> None:
     with Fakes() as fakes:
         linear_cross_entropy(torch.randn(4, 2), torch.randn(3, 2), torch.randn(4).long())
     assert fakes.assumed == []
 
 
-def test_unknown_values_are_those_of_a_good_step() -> None:
+def test_unknown_values_are_assumed_to_be_those_of_a_finite_step() -> None:
     with Fakes() as fakes:
         x = torch.randn(3)
         assert bool(x.isfinite().all())
@@ -68,12 +68,12 @@ def test_unknown_values_are_those_of_a_good_step() -> None:
         with pytest.raises(Exception, match="nonzero"):
             x[x > 0].sum()
     assert len(fakes.assumed) == 6
-    name = "test_unknown_values_are_those_of_a_good_step (test_fakes.py:"
+    name = "test_unknown_values_are_assumed_to_be_those_of_a_finite_step (test_fakes.py:"
     assert all(name in each for each in fakes.assumed)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_a_result_that_is_made_again_is_like_the_one_that_torch_made() -> None:
+def test_a_cached_result_equals_the_one_that_torch_made() -> None:
     def looks(fake: Any) -> tuple[Any, ...]:
         sizes = fake.shape, fake.stride(), fake.storage_offset(), fake.untyped_storage().nbytes()
         keys = torch._C._dispatch_keys(fake)

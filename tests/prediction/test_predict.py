@@ -1,4 +1,4 @@
-"""Predicted is what is measured, to the byte: techniques and models, in a Trainer and in a plain loop."""
+"""The prediction matches the measurement to the byte: single techniques, and models of others."""
 
 from __future__ import annotations
 
@@ -70,12 +70,14 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], Plugins]] = {
     ),
     "batch norm recomputed": (CNN_OF, lambda: {"callbacks": [GradientCheckpointing(blocks="ResidualBlock")]}),
 }
-"""What the combinations of test_exactness.py do not have."""
+"""Techniques that the combinations of test_exactness.py lack."""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
-@pytest.mark.parametrize("name", CASES)
-def test_predicted_is_measured(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("five")) for name in CASES]
+)
+def test_the_prediction_matches_the_measurement(name: str, tmp_path: Path) -> None:
     make, extra = CASES[name]
     assert_predicted_is_measured(make, extra, tmp_path)
 
@@ -101,7 +103,7 @@ class OnRows(HFCausalLM):
         return super().training_step({"input_ids": batch[0], "labels": batch[1]}, batch_idx)
 
 
-def test_a_model_of_transformers_gets_no_mask_that_the_real_one_does_not_get(
+def test_a_model_of_transformers_gets_no_mask_on_fake_tensors_either(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     """A batch without padding needs none: one of T x T would be the largest tensor of a long sequence."""
@@ -123,7 +125,7 @@ def test_a_trainer_for_another_device_is_rejected() -> None:
         predict(GPT_OF, torch.ones(1), trainer=trainer_of({"devices": 2, "strategy": "ddp"}))
 
 
-def test_auto_is_the_format_of_the_gpu_and_a_base_is_not_read() -> None:
+def test_precision_auto_is_the_format_of_the_gpu_and_an_adapter_base_is_not_read() -> None:
     batch = next(iter(loader_for(GPT_OF)))
 
     def peak(precision: Any, capability: int) -> Any:
@@ -137,7 +139,7 @@ def test_auto_is_the_format_of_the_gpu_and_a_base_is_not_read() -> None:
 
 
 def test_offloaded_activations_are_not_on_the_device() -> None:
-    """Blocks' inputs under `offload`: of four, all but the ones in use, at the end of the forward pass."""
+    """With `offload`, inputs of at most two of the four blocks are on the device after the forward pass."""
     batch = next(iter(loader_for(GPT_OF)))
     peaks = []
     for policy in ("full", "offload"):
@@ -152,7 +154,7 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
     assert HostOffload.observers == []
 
 
-def test_of_many_micro_batches_some_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_some_of_many_micro_batches_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = next(iter(loader_for(GPT_OF)))
 
     def found() -> Prediction:

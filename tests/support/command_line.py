@@ -1,11 +1,11 @@
-"""Call the command line in a test: what type it has there, and overrides for a run that takes no time."""
+"""The type of the fixture that calls the command line, and overrides for a tiny run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Command = Callable[..., tuple[int, str, str]]
-"""The fixture `command`: exit code, standard output, log messages and standard error of a few words."""
+"""The fixture `command`: runs some words; returns exit code, stdout, and log messages with stderr."""
 TINY = [
     "trainer.accelerator=cpu",
     "trainer.max_steps=2",

@@ -1,4 +1,4 @@
-"""An epoch loop that does nothing but wait for its next batch, as Lightning 2.6 does."""
+"""Stands for Lightning's epoch loop (2.6): it only waits for its next batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's module and a recipe that trains it, as texts, to which tests add classes and settings."""
+"""The module of a user and a recipe that trains it, as texts; tests add classes and settings."""
 
 MODULE = """
 import lightning.pytorch as pl, torch
@@ -59,4 +59,4 @@ class Picky(GPT):
         super().validation_step(batch, batch_idx)
         self.log('mine', float('nan') if self.hparams['dropout'] else 0.5)
 """
-"""A model of which some runs of a sweep fail, and some log no number."""
+"""A model with which some runs of a sweep fail, and some log NaN."""

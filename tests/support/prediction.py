@@ -1,4 +1,4 @@
-"""Predict models and measure them: small ones of every kind, their batches and their Trainer."""
+"""Compare the predicted and the measured memory of small models, with their batches and their Trainer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Encoder(pl.LightningModule):
 
 
 class Llama(pl.LightningModule):
-    """A small model of Hugging Face's, by its configuration."""
+    """A small model of Hugging Face transformers with random weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def assert_predicted_is_measured(
     folder: Path,
     loader: DataLoader[Any] | None = None,
 ) -> None:
-    """Predict a training and run it; `plugins` returns new ones each time, since a run uses them up."""
+    """Predict a training, run it, and compare; `plugins` makes new objects, since each serves one run."""
     loader = loader or loader_for(make)
     found = predict(make, next(iter(loader)), trainer=lambda: trainer_of(plugins()), num_batches=len(loader))
     assert found.reason == ""

@@ -1,7 +1,7 @@
-"""Turn the keys of a file into overrides of one recipe, row by row of its tool's table.
+"""Turn the keys of another tool's file into overrides of one recipe, by the tool's table.
 
 `migrate` calls it. The functions at the end convert several keys at once, or a key without a plain value. A
-table's row names the function and the key's part in it, as in `convert: batches.per_device`.
+row of the table names the function and the key's part in it, as in `convert: batches.per_device`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHECKPOINT = "monitors.model_checkpoint"
 
 @dataclass(frozen=True)
 class Given:
-    """A key of the file with its value, or a missing key with the tool's default."""
+    """A key and its value in the file; for a key that the file lacks, the tool's default."""
 
     key: str
     value: Any
@@ -49,20 +49,20 @@ class Setting:
     given: Given
     word: str
     is_of_option: bool
-    """Whether the row also chooses the option that contains the key."""
+    """Whether the same row also chooses the option whose parameter this is."""
 
 
 @dataclass
 class Migration:
-    """The result so far: overrides, and keys without a counterpart."""
+    """The overrides found so far, and the keys without a counterpart."""
 
     table: Table
     folder: Path
     recipe: str = ""
     settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
-    """By the setting they change; an option that is added or removed is `callbacks.NAME`."""
+    """Overrides by the setting that they change; `callbacks.NAME` is an option that is added or removed."""
     parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
-    """Values to convert, by function and part."""
+    """Values that a function converts, by function and part."""
     lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
     """Keys without a counterpart, and the reason."""
     same: list[str] = field(default_factory=list[str])
@@ -78,7 +78,8 @@ class Migration:
         left_to_us: list[str] = []
         if not prefix and any(key in flat for key in table.variant.get("keys", ())):
             self.defaults = table.variant["defaults"]
-        for key in sorted(flat, key=lambda key: order.get(key, len(order))):  # later rows win
+        # In the order of the table, whose later rows win.
+        for key in sorted(flat, key=lambda key: order.get(key, len(order))):
             value, found = flat[key], table.find(key)
             if value == AUTO and not (found and isinstance(found[0].ours, Mapping) and AUTO in found[0].ours):
                 left_to_us.append(key)
@@ -91,7 +92,7 @@ class Migration:
             self.notes += [f"left to the recipe (auto): {', '.join(left_to_us)}"] if left_to_us else []
 
     def _add_defaults(self, flat: Mapping[str, Any], table: Table) -> None:
-        """Look up keys that the file does not set but whose default in the tool differs from the recipe's."""
+        """Look up the keys that the file lacks and whose default in the tool differs from the recipe's."""
         for key, row in table.rows.items():
             conditions = [] if isinstance(row.always, bool) else row.always.split()
             applies = row.always is True or any(flat.get(other) not in OFF for other in conditions)
@@ -105,7 +106,7 @@ class Migration:
         usual = self.defaults.get(given.key, row.default)
         is_default = usual is not None and usual in (given.value, number(given.value))
         if is_default and not given.is_default and not row.always:
-            return  # the tool's own value, without a consequence
+            return  # the tool's default, which the recipe has too
         given = replace(given, is_default=given.is_default or is_default)
         if row.needs and self.word(_target(row.needs)) != row.needs:
             self.lack(given, f"has an effect only with {row.needs}")
@@ -168,10 +169,14 @@ class Migration:
         return self.settings[target].word if target in self.settings else ""
 
     def _put(self, setting: Setting) -> bool:
-        """Store a setting; return whether it is used. A file's key beats a default, else the last wins."""
+        """Store a setting unless another one has priority; return whether it is stored.
+
+        A key of the file has priority over a default; of two keys, the later row wins.
+        """
         target = _target(setting.word)
         old = self.settings.get(target)
         if old is not None and old.word != setting.word:
+            # Neither a removal nor a default replaces an earlier setting.
             if setting.word.startswith("~") or (setting.given.is_default and not old.given.is_default):
                 return False
             is_choice = "." not in target and target not in RUN_KEYS
@@ -184,7 +189,7 @@ class Migration:
         return True
 
     def settle(self) -> None:
-        """Convert the parts, choose the recipe, and drop settings that it already has or no option reads."""
+        """Convert the parts, choose the recipe, and drop settings that it has or that no option reads."""
         for convert in CONVERSIONS:
             if parts := self.parts.get(convert.__name__):
                 convert(self, parts)
@@ -194,6 +199,7 @@ class Migration:
         listed = {name: {*chain.options(name)} or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
         for target, setting in list(self.settings.items()):
             group, _, option = target.partition(".")
+            # Hydra rejects adding a listed option, and removing one that is not listed.
             is_listed = option in listed.get(group, ())
             reason = "" if setting.is_of_option else self._unread(target, listed)
             if reason or setting.word.startswith("+" if is_listed else "~"):
@@ -228,7 +234,7 @@ def _keys(group: str, option: str) -> set[str]:
 
 
 def deepspeed(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Add a DeepSpeed config, from a value or from a file that the value names."""
+    """Add the keys of a DeepSpeed config, which is the value itself or a file that the value names."""
     given = parts["config"]
     found.set(given, "strategy=deepspeed_zero")
     content = given.value
@@ -244,7 +250,7 @@ def deepspeed(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def batches(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set batch size and accumulation: the samples of a step if known, else the batches of each rank."""
+    """Set batch size and accumulation: the samples per step if they are known, else batches per step."""
     sizes = {part: _whole(found, given) for part, given in parts.items()}
     batch, ranks = sizes.get("per_device"), sizes.get("processes")
     count = sizes.get("accumulation") or 1
@@ -257,6 +263,7 @@ def batches(found: Migration, parts: Mapping[str, Given]) -> None:
         nodes = f" trainer.num_nodes={machines}" if machines > 1 else ""
         found.set(parts["processes"], f"trainer.devices={max(1, ranks // machines)}{nodes}")
     given = parts.get("accumulation") or parts.get("per_device")
+    # The samples of a step are exact; a number of batches depends on the ranks of the new run.
     if sizes.get("global"):
         found.set(parts["global"], f"{ACCUMULATION}.global_batch_size={{whole}}")
     elif given and batch and ranks:
@@ -267,7 +274,7 @@ def batches(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def evaluation(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set how often validation runs: in steps there, in batches here."""
+    """Set how often validation runs; other tools count optimizer steps, Lightning counts batches."""
     strategy = parts.get("strategy") or parts["steps"]
     logged = found.word("trainer.log_every_n_steps").partition("=")[2] or 500
     steps = parts.get("steps") or Given("logging_steps", logged)

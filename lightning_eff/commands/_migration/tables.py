@@ -1,6 +1,6 @@
 """Read other tools' files and the tables of their keys; write values in the grammar of overrides.
 
-shared.yaml describes the meaning of a table's row.
+The head of shared.yaml explains the fields of a row.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Table:
         rows, parts = self.rows, key.split(".")
         if key in rows:
             return rows[key], parts[-1]
+        # The most specific row: `a.b.*` before `a.*`.
         for count in range(len(parts) - 1, 0, -1):
             row = rows.get(f"{'.'.join(parts[:count])}.*")
             if row is not None:
@@ -80,7 +81,7 @@ def tools() -> list[str]:
 
 @cache
 def read_table(name: str) -> Table:
-    """Read the table of one tool; its own rows override rows of the sections that it includes."""
+    """Read the table of one tool; its own rows replace rows of the sections that it includes."""
     content, shared = (read_yaml(FOLDER / f"{each}.yaml").content for each in (name, SHARED))
     templates = {key: row for section in shared.values() for key, row in _rows(section, {}).items()}
     sections = {title: _rows(section, templates) for title, section in content["sections"].items()}
@@ -93,7 +94,7 @@ def read_table(name: str) -> Table:
 
 
 def _rows(section: Mapping[str, Any], templates: Mapping[str, Row]) -> dict[str, Row]:
-    """Return a section's rows by key, with overrides by value; in YAML one entry may name several of each."""
+    """Return a section's rows by key; in YAML, an entry may name several keys, and several values."""
     found: dict[str, Row] = {}
     for keys, fields in section.items():
         row = replace(templates.get(fields.get("like", ""), Row()), **fields)
@@ -105,7 +106,7 @@ def _rows(section: Mapping[str, Any], templates: Mapping[str, Row]) -> dict[str,
 
 
 def recognize(content: Mapping[str, Any], file: Path) -> str:
-    """Return the tool whose marks a file has most of.
+    """Return the tool of a file: the one with the most marks in it.
 
     Raises:
         UsageError: The file has no mark of any tool.
@@ -140,7 +141,7 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
     """
     rows, found = table.rows, dict[str, Any]()
     for name, value in content.items():
-        # A dot inside a key of the file is not a level; quoted, the key also cannot match an argument's name.
+        # A dot inside a key of the file is not a level. Quoted, such a key matches no row and no argument.
         key = f"{prefix}{name!r}" if prefix and "." in str(name) else f"{prefix}{name}"
         entries: list[Any] = value if isinstance(value, list) else [value]
         is_section = key not in rows or f"{key}.*" in rows
@@ -197,6 +198,7 @@ def filled(template: str, value: Any, key: str = "") -> str:
 
 def number(value: Any) -> float | None:
     """Return a finite number from a number or a string, or None."""
+    # In Python True is an int, and float() accepts "nan" and "1_000".
     if isinstance(value, bool) or not _NUMBER.fullmatch(str(value).strip()):
         return None
     found = float(str(value))  # infinite if a whole number is too large
@@ -207,7 +209,7 @@ def written(value: Any) -> str:
     """Return a value in the grammar of overrides; a string that contains a number becomes a number.
 
     Raises:
-        ValueError: Hydra or a terminal would read it differently.
+        ValueError: Hydra or a shell would read another value.
 
     Example:
         >>> written("5e-5"), written([0.9, None]), written(True), written({"r": 8}), written(["a b"])
@@ -220,7 +222,7 @@ def written(value: Any) -> str:
     dumped = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     if "\\" in dumped or "${" in dumped or not dumped.isprintable():
         raise ValueError("expected printable text without quotation marks, backslashes and ${")
-    # In Hydra's grammar a key (the string before a colon) is a word without quotation marks.
+    # In Hydra's grammar the key of a mapping, a string before a colon, is a word without quotation marks.
     if any(not re.fullmatch(r"\w+", key, re.ASCII) for key, colon in _TEXT.findall(dumped) if colon):
         raise ValueError("expected keys that are words")
     return _TEXT.sub(lambda text: f"{text[1]}:" if text[2] else text[0], dumped)
