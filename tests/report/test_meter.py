@@ -1,4 +1,4 @@
-"""Batch times by a clock that the test turns, waits for data, and which batches are counted and timed."""
+"""Batch times and data waits on a clock that the test controls; the batches that are counted and timed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(
     num_warmup_batches: int = 2,
     is_counted: bool = True,
 ) -> Meter:
-    """Train a layer on batches of 5, each 1 s of waiting and 3 s of work, 1 s longer from batch to batch."""
+    """Train a layer on batches of 5; a batch is 1 s of waiting and 3 s of work, and each is 1 s longer."""
     layer, loop = nn.Linear(10, 10, bias=False), Fetching()
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     measured = Meter(device, loop, num_warmup_batches=num_warmup_batches, is_counted=is_counted)
