@@ -1,7 +1,7 @@
-"""What all scripts here have in common: the option `--json`, a table of rows, and the file that is kept.
+"""Shared by all benchmark scripts: the option `--json`, text tables, and the JSON file of results.
 
-A script measures in `main`, and has a function `table` that makes what is printed of what is kept in the
-file, so that a page can show the file at any time.
+A script measures in `main`. Its function `table` turns the content of the JSON file into text. `make pages`
+calls `table` too, so that the site shows the stored results.
 """
 
 from __future__ import annotations
@@ -23,26 +23,31 @@ from lightning_eff.core.machine import PACKAGES, device_name, package_version
 from lightning_eff.core.text import text_table
 
 VARIABLES = ("TRITON_INTERPRET", "OMP_NUM_THREADS")
-"""Of the environment, which are part of the command where they are set."""
+"""Environment variables that are part of the reported command if they are set."""
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+    "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+"""Arguments of a Trainer that only trains: no files and no output."""
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what every script takes."""
+    """Return a parser with the option that every script has."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     return parser
 
 
 def publish(
     path: Path | None, figures: dict[str, Any], table: Callable[[dict[str, Any]], str], *packages: str
 ) -> None:
-    """Print the table of some figures; with a path, keep them with what they were measured on.
+    """Print the table of the figures; with a path, also write them with command, machine and versions.
 
     Args:
         path: A JSON file, or None.
         figures: Plain types, by name.
-        table: Makes the text of all that is kept.
-        packages: That were measured too, beside those whose versions every file has.
+        table: Turns the file's content into text.
+        packages: Packages whose versions are stored in addition to the usual ones.
     """
     content = {"command": _command(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     content |= {"machine": _machine(), "versions": _versions(packages), **figures}
@@ -57,13 +62,13 @@ def rows_table(
     titles: Mapping[str, str] | None = None,
     missing: str = "-",
 ) -> str:
-    """Return rows as text: a column for each key of the first one.
+    """Return rows as text, with one column per key.
 
     Args:
-        rows: With the same keys.
-        formats: Of the values of a key.
-        titles: Of the columns that are not called like their key.
-        missing: Stands for None.
+        rows: Rows with equal keys.
+        formats: Format of a column's values, by key.
+        titles: Title of a column, by key; the key itself by default.
+        missing: Text for None.
     """
     keys = list(rows[0])
     cells = [
@@ -74,7 +79,7 @@ def rows_table(
 
 
 def as_json(value: Any, depth: int = 0) -> str:
-    """Return JSON with a line for each row, however many numbers it has."""
+    """Return JSON with one line per row, so that a diff shows which rows have changed."""
     if depth == 2 or not value or not isinstance(value, dict | list):
         return json.dumps(value)
     indent, outer = "\n" + " " * (depth + 1), "\n" + " " * depth

@@ -1,9 +1,10 @@
 """Losses of the recipe `lm` in float32 and in bfloat16, rounded to nearest and stochastically.
 
-`float32` and `nearest` use PyTorch's AdamW, on float32 and on bfloat16 weights and states; `stochastic` uses
-`adamw_bf16` on bfloat16 weights, `other seed` the same with other random bits, `states` on float32 weights.
-For each seed of the recipe all train 160 steps from the same weights on the same batches; the validation loss
-is that of 20 batches after the last step. A run that is in `--folder` already is read and not repeated.
+`float32` and `nearest` use PyTorch's AdamW, with float32 and with bfloat16 weights and states. `stochastic`
+uses `adamw_bf16` with bfloat16 weights, `other seed` the same with other random bits, and `states` with
+float32 weights. For each seed of the recipe, all runs train 160 steps from the same weights on the same
+batches. The validation loss is measured on 20 batches after the last step. A run whose result is in
+`--folder` is not repeated.
 
     OMP_NUM_THREADS=1 python benchmarks/bf16_rounding.py --json benchmarks/bf16_rounding.json
 """
@@ -27,20 +28,20 @@ RUNS: dict[str, list[str]] = {
     "other seed": ["precision=bf16_true", "optimizer=adamw_bf16", "optimizer.seed=1"],
     "states": ["precision=fp32", "optimizer=adamw_bf16"],
 }
-"""Overrides of each run; the first one is what the others are compared with."""
+"""Overrides of each run; the others are compared to the first."""
 SMALL = [
     "trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=1",
     "data.batch_size=16", "data.context_length=16", "model.d_model=16", "model.num_layers=1",
     "model.num_heads=2", "monitors.text_sample.num_tokens=3",
 ]  # fmt: skip
 LAST = 10
-"""Steps over which the training loss is averaged."""
+"""Number of final steps over which the training loss is averaged."""
 STEPS_OF_A_MEAN = 20
-"""Of the curves, as they are shown."""
+"""Number of steps that one row of the curves averages."""
 
 
 def trained(name: str, seed: int, lr: str | None, folder: Path, more: list[str]) -> dict[str, Any]:
-    """Return the report of a run, in a process of its own unless it was run before."""
+    """Return the report of a run, which is started in a new process unless the folder has its report."""
     path = folder / f"{name.replace(' ', '_')}_{seed}_{lr or 'recipe'}.json"
     if not path.is_file():
         words = [f"seed={seed}", f"output_root={folder}", *RUNS[name], *more]
@@ -53,7 +54,7 @@ def trained(name: str, seed: int, lr: str | None, folder: Path, more: list[str])
 
 
 def row_of(name: str, seed: int, report: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a run, and what its losses are of those of float32 with the same seed."""
+    """Return the figures of a run, and its losses divided by the float32 run's with the same seed."""
 
     def last(losses: list[list[float]]) -> float:
         values = [loss for _, loss in losses[-LAST:]]
@@ -74,7 +75,7 @@ def row_of(name: str, seed: int, report: dict[str, Any], base: dict[str, Any]) -
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each run, and its training loss as means over some steps each."""
+    """Return a row for each run, and its training loss as means over `STEPS_OF_A_MEAN` steps."""
     rows = content["rows"]
     head = ["run", "seed", "validation loss", "of float32", f"training, last {LAST}", "of float32"]
     head += ["state MiB", "peak MiB"]

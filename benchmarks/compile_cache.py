@@ -1,7 +1,7 @@
-"""Measure how long `fast` compiles when nothing is cached, and in the processes that start after it.
+"""Measure the compile time of `fast` with an empty cache, and in later processes that find a full one.
 
-Each start is a process of its own: what counts is the compiler's time in the report of its run, tracing
-included. All of them share one folder, which is empty before the first.
+Each start is a new process. The report of its run states the compiler's time, including tracing. All starts
+share one folder, which is empty before the first.
 
     python benchmarks/compile_cache.py --json benchmarks/compile_cache.json
 """
@@ -20,7 +20,7 @@ from lightning_eff.core.text import human_bytes, text_table
 
 
 def start(recipe: str, folder: str, more: list[str]) -> dict[str, Any]:
-    """Train two steps in a new process; return what its compiler did."""
+    """Train two steps in a new process; return the compiler's figures."""
     command = [sys.executable, "-m", "lightning_eff", "train", recipe, f"output_root={folder}"]
     command += ["trainer.max_steps=2", "trainer.limit_val_batches=0", *more]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603

@@ -1,7 +1,7 @@
-"""Time and peak memory of a step with a contrastive loss, plain and with Contrastive, for growing batches.
+"""Time and peak memory of a step with a contrastive loss, with and without `Contrastive`, by batch size.
 
-Two small transformers embed a pair; the variants are trained in turns, and the fastest step counts. CPU time;
-the peak is predicted, which on a CPU is the measured one to the byte.
+Two small transformers embed a pair. The variants train alternately, and the CPU time of the fastest step
+counts. The peak is predicted; on a CPU the prediction equals the measured peak to the byte.
 
     OMP_NUM_THREADS=1 python benchmarks/contrastive.py --json benchmarks/contrastive.json
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from _common import arguments, publish, rows_table
+from _common import QUIET, arguments, publish, rows_table
 from lightning_eff.callbacks.contrastive import Contrastive
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.prediction.predict import predict
@@ -78,13 +78,6 @@ def tower() -> nn.Module:
     return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
 
 
-def trainer(callbacks: list[pl.Callback], steps: int) -> pl.Trainer:
-    """Return a quiet Trainer."""
-    quiet: Any = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar"], False)
-    quiet |= {"enable_model_summary": False, "accelerator": "cpu", "devices": 1}
-    return pl.Trainer(callbacks=callbacks, max_steps=steps, **quiet)
-
-
 def table(content: dict[str, Any]) -> str:
     """Return a row for each batch and variant."""
     return rows_table(content["rows"], {"step_s": ".2f", "x_plain": ".2f", "peak_mib": ".1f"})
@@ -106,11 +99,11 @@ def main() -> None:
         for _ in range(given.rounds):
             for name, callbacks in VARIANTS.items():
                 model = Pairs()
-                trainer(callbacks(), 2).fit(model, loader)
+                pl.Trainer(callbacks=callbacks(), max_steps=2, **QUIET).fit(model, loader)
                 fastest[name] = min(fastest[name], *model.steps_s)
         for name, callbacks in VARIANTS.items():
-            made = trainer(callbacks(), 2)
-            peak: Any = predict(Pairs, next(iter(loader)), trainer=made).peak
+            trainer = pl.Trainer(callbacks=callbacks(), max_steps=2, **QUIET)
+            peak: Any = predict(Pairs, next(iter(loader)), trainer=trainer).peak
             row = {"batch": batch_size, "variant": name, "step_s": fastest[name]}
             row |= {"x_plain": fastest[name] / fastest["plain"], "peak_mib": peak.num_bytes / 2**20}
             rows.append(row)

@@ -1,7 +1,7 @@
 """Time of an epoch with and without DataPreload, for samples that wait, that compute, and that are tiny.
 
-A small model is trained for one epoch at a time, the variants in turns, A B C A B C; the smallest time of
-`--repeats` counts; measuring and the start of workers are shown apart (`setup`). Wall time.
+A small model trains for one epoch at a time; the variants alternate (A B C A B C). The smallest wall time of
+`--repeats` epochs counts. The time for measuring and for starting workers has its own column (`setup`).
 
     OMP_NUM_THREADS=1 python benchmarks/data_preload.py --json benchmarks/data_preload.json
 """
@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from _common import arguments, publish
+from _common import QUIET, arguments, publish
 from lightning_eff.callbacks.data_preload import DataPreload
 from lightning_eff.core.text import text_table
 
@@ -50,7 +50,7 @@ class Samples(Dataset[Any]):
 
 
 class Model(pl.LightningModule):
-    """Two layers; remembers when its first and its last batch began."""
+    """Two layers; records when each batch began."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,17 +69,9 @@ class Model(pl.LightningModule):
 
 
 def epoch(kind: str, keywords: dict[str, Any] | None, length: int) -> tuple[float, float, str]:
-    """Return the time from the first batch to the last, the time before the first, and what was chosen."""
+    """Return the time from the first to the last batch, the time before the first, and the chosen workers."""
     preload = None if keywords is None else DataPreload(**keywords)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[preload] if preload else [],
-    )
+    trainer = pl.Trainer(max_epochs=1, callbacks=[preload] if preload else [], **QUIET)
     model = Model()
     start = time.perf_counter()
     trainer.fit(model, DataLoader(Samples(kind, length), batch_size=8, shuffle=True))

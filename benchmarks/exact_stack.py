@@ -1,10 +1,9 @@
-"""A GPT with exact techniques beside plain Lightning: peak memory, predicted and measured, CPU time, losses.
+"""Compare a GPT with exact techniques to plain Lightning: peak memory, CPU time and losses.
 
 The model has 12 layers, d_model=512, 8 heads, 50,304 tokens of vocabulary and 512 positions, in float32 with
-AdamW. `exact` recomputes its blocks, computes its loss in tiles, and steps in the backward pass, fused. Peaks
-are predicted without memory for both batch sizes (PERFORMANCE goals are at 16 for memory, at 4 for time); the
-runs are of the smaller one: live bytes are counted in the first two steps, and the fastest of the later ones
-counts, by the CPU's clock on one thread.
+AdamW. `exact` recomputes its blocks, computes its loss in tiles, and steps in the backward pass (fused). The
+peak is predicted for batch sizes 4 and 16, and measured for 4: live bytes are counted in the first two steps.
+The time is the CPU time of the fastest later step on one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_stack.py --json benchmarks/exact_stack.json
 """
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from _common import arguments, publish
+from _common import QUIET, arguments, publish
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.tiled_loss import TiledLoss
@@ -49,7 +48,7 @@ class Plain(GPT):
 
 
 class Steps(pl.Callback):
-    """Notes the CPU seconds of each step, and its loss."""
+    """Records the CPU seconds and the loss of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -80,11 +79,8 @@ def techniques(who: str) -> list[pl.Callback]:
 
 
 def make_trainer(who: str, steps: int, *more: pl.Callback) -> pl.Trainer:
-    """Return a quiet Trainer."""
-    return pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[*techniques(who), *more],
-    )  # fmt: skip
+    """Return a Trainer with the techniques of one side of the comparison."""
+    return pl.Trainer(max_steps=steps, callbacks=[*techniques(who), *more], **QUIET)
 
 
 def batches(sizes: dict[str, int], batch_size: int, count: int) -> DataLoader[Any]:
@@ -96,7 +92,7 @@ def batches(sizes: dict[str, int], batch_size: int, count: int) -> DataLoader[An
 
 
 def predicted_bytes(who: str, sizes: dict[str, int], batch_size: int) -> tuple[int, float]:
-    """Return the predicted peak, and the seconds that it took to predict."""
+    """Return the predicted peak and the seconds that the prediction took."""
     began = time.perf_counter()
     batch = next(iter(batches(sizes, batch_size, 1)))
     found = predict(functools.partial(Plain, **sizes), batch, trainer=lambda: make_trainer(who, 10, Steps()))
@@ -106,7 +102,7 @@ def predicted_bytes(who: str, sizes: dict[str, int], batch_size: int) -> tuple[i
 
 
 def run(who: str, sizes: dict[str, int], batch_size: int, steps: int, folder: str) -> tuple[int, Steps]:
-    """Train; return the measured peak and what the steps took."""
+    """Train; return the measured peak, and the time and loss of each step."""
     noted, report = Steps(), EfficiencyReport(dirpath=folder)
     trainer = make_trainer(who, COUNTED_STEPS + steps, noted, report)
     torch.manual_seed(1)
@@ -133,7 +129,7 @@ def main() -> None:
     """Measure, print the table, and keep the figures."""
     parser = arguments(__doc__)
     parser.add_argument("--small", action="store_true", help="a model of two layers")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed")
+    parser.add_argument("--steps", type=int, default=3, help="number of timed steps")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
-"""Compare the loss of `lm` in emulated float8 with bfloat16's, step by step, and count what is converted.
+"""Compare the loss of `lm` in emulated float8 to bfloat16, step by step.
 
-Each precision trains the recipe in a process of its own, from the same seed and on the same batches, with
-SGD, whose steps are as large as the gradients are: AdamW's hide a wrong scale. What float32 differs by is
-what rounding alone does to a run.
+Each precision trains the recipe in a new process, from the same seed on the same batches. The optimizer is
+SGD, whose steps are proportional to the gradients; AdamW would hide a wrong scale. The difference between
+float32 and bfloat16 shows the effect of rounding alone.
 
     python benchmarks/float8.py --steps 50 --json benchmarks/float8.json
 """
@@ -30,7 +30,7 @@ FORMATS = {"first": ".4f", "last": ".4f", "largest difference": ".2%"}
 
 
 def losses_of(overrides: list[str], steps: int, more: list[str]) -> tuple[list[float], str]:
-    """Train in a folder of its own; return the loss of each step, and what the precision did."""
+    """Train in a new process; return the loss of each step, and what the precision reported."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "lightning_eff", "train", "lm", *overrides, f"trainer.max_steps={steps}",

@@ -1,10 +1,11 @@
-"""Measure the host time of a layer and of a launch: the Python around a GEMM, without a GPU.
+"""Measure the host time of a layer and of a kernel launch: the Python around a GEMM, without a GPU.
 
-Two parts. A linear layer, forward and backward, beside `nn.Linear` on the CPU, where torch's library computes
-both: what is more is ours. And a launch of our kernels for a GPU that is not there: they are compiled for it,
-and its driver is replaced by one that launches nothing, so that what is left is the host's part.
+First part: a linear layer, forward and backward, next to `nn.Linear`. On a CPU torch's library computes both,
+so the difference is this package's overhead. Second part: a kernel launch. The kernels are compiled for a GPU
+that this machine lacks, and its driver is replaced by one that launches nothing. Only the host's work
+remains.
 
-All take turns, in rounds of calls, on one thread; of each the fastest round counts, by the CPU's clock.
+All variants alternate in rounds of calls on one thread. The CPU time of each variant's fastest round counts.
 
     OMP_NUM_THREADS=1 python benchmarks/host_time.py --json benchmarks/host_time.json
 """
@@ -28,12 +29,12 @@ from lightning_eff.kernels.operands import check_operands
 FEATURES = (128, 256)
 ROWS = 64
 CALLS = 100
-"""Of a round."""
+"""Calls per round."""
 Run = Callable[[], Any]
 
 
 def fastest_us(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Return the microseconds per call of each in its fastest round."""
+    """Return each function's microseconds per call in its fastest round."""
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(rounds):
         for name, run in runs.items():
@@ -64,7 +65,7 @@ def layer(features: int, *, ours: bool = True, accumulation: Accumulation | None
 
 
 def layers(rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each layer: its time, and how many times that of nn.Linear it is."""
+    """Return a row for each layer: its time, and its ratio to the time of `nn.Linear`."""
     rows: list[dict[str, Any]] = []
     for features in FEATURES:
         adding, idle = Accumulation(), Accumulation(is_expected=False)
@@ -85,7 +86,7 @@ def layers(rounds: int) -> list[dict[str, Any]]:
 
 
 def launches(rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each way to our kernels, for an H200 that launches nothing."""
+    """Return a row for each way to launch the kernels, for an H200 whose driver launches nothing."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -133,7 +134,7 @@ def launches(rounds: int) -> list[dict[str, Any]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each that was timed."""
+    """Return a row for each timed variant."""
     return rows_table(content["rows"], {"us": ".2f", "ratio": ".2f"})
 
 

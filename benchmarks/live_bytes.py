@@ -1,8 +1,8 @@
-"""Live bytes of one training step under each policy of gradient checkpointing, counted storage by storage.
+"""Count the live bytes of one training step under each gradient checkpointing policy, storage by storage.
 
 The model is a GPT of 12 layers, d_model=512, 8 heads, 50,304 tokens of vocabulary and 512 positions (63.5 M
-parameters), trained in float32 with AdamW. The step runs on fake tensors, which have shapes and no memory;
-`--real 1` runs the smallest batch with memory too and checks that both counts agree to the byte.
+parameters), trained in float32 with AdamW. The step runs on fake tensors, which have shapes but no memory.
+`--real 1` also runs the smallest batch with real tensors, and checks that both counts agree to the byte.
 
     python benchmarks/live_bytes.py --real 1 --json benchmarks/live_bytes.json
 """
@@ -36,7 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 def train(
     model: GPT, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], live: LiveBytes
 ) -> dict[str, int]:
-    """Return the peak of a second step by phase: optimizer state and gradients of the first are there."""
+    """Return the second step's peak by phase, when optimizer state and old gradients exist."""
     peaks: dict[str, int] = {}
     for _ in range(2):
         for phase in ("forward", "backward", "step"):
@@ -55,7 +55,7 @@ def train(
 
 
 def measure(policy: dict[str, Any], batch_size: int, *, fake: bool, fused: bool) -> dict[str, int]:
-    """Build everything anew and train two steps."""
+    """Build a new model and optimizer, train two steps, and return the peaks by phase."""
     torch.manual_seed(0)
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
         model = GPT(vocab_size=VOCABULARY, context_length=LENGTH, d_model=512, num_layers=12, num_heads=8)
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--foreach", action="store_true", help="AdamW over lists of tensors instead of fused")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument(
-        "--only", nargs="+", choices=[*POLICIES][1:], default=list(POLICIES)[1:], help="beside plain"
+        "--only", nargs="+", choices=[*POLICIES][1:], default=list(POLICIES)[1:], help="in addition to plain"
     )
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []

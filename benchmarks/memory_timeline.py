@@ -1,7 +1,7 @@
-"""Count the live bytes of two training steps, moment by moment, of recipes that train the same steps.
+"""Count the live bytes of two training steps over time, in three recipes that train the same model.
 
-The first step allocates the optimizer's state. Bytes are exact and the same in each run; moments are those
-of the report, operations in order, so a recipe with more operations has its own stretch of the axis.
+The first step allocates the optimizer's state. Bytes are exact and the same in every run. The time axis
+counts allocation events of the report, scaled to the same width for each recipe.
 
     python benchmarks/memory_timeline.py --json benchmarks/memory_timeline.json
 """
@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 def measure(recipe: str, overrides: list[str], folder: str) -> dict[str, Any]:
-    """Train three steps in a new process; return the peak and the sums over all categories."""
+    """Train three steps in a new process; return the peak, and the live bytes over time."""
     command = [sys.executable, "-m", "lightning_eff", "train", recipe, f"output_root={folder}", "--json"]
     command += ["trainer.accelerator=cpu", "trainer.max_steps=3", "trainer.limit_val_batches=0"]
     command += ["logger=none", "~monitors.text_sample", *overrides]
@@ -50,7 +50,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def picture(content: dict[str, Any]) -> str:
-    """Return the moments of all recipes as lines in an SVG, for light and dark pages."""
+    """Return an SVG with one line per recipe, for light and dark pages."""
     rows = content["rows"]
     top = 100 * (int(max(row["peak_mib"] for row in rows)) // 100 + 1)
     peaks = ", ".join(f"{row['recipe']} {row['peak_mib']:.0f} MiB" for row in rows)

@@ -1,9 +1,9 @@
-"""CPU time and live bytes of one optimizer step, for every optimizer, with plain AdamW in a loop as the base.
+"""Measure CPU time and temporary bytes of one step of every optimizer; the base is AdamW in a loop.
 
 The model is a GPT of 4 layers, d_model=256 and 8,192 tokens of vocabulary (5.4 M parameters, 51 tensors) in
-float32, with gradients that are there already; the optimizers are called in turns, A B C A B C, one thread,
-and the smallest of `--repeats` times counts. Bytes are those that a step needs beyond parameters, gradients
-and state (temporaries), counted storage by storage; compiled steps (torchao) are timed and not counted.
+float32, with given gradients. The optimizers alternate (A B C A B C) on one thread, and the smallest of
+`--repeats` times counts. Temporary bytes are live bytes in addition to parameters, gradients and state.
+Compiled steps (torchao) are timed but not counted.
 
     OMP_NUM_THREADS=1 python benchmarks/optimizers.py --json benchmarks/optimizers.json
 """
@@ -35,7 +35,7 @@ LIBRARIES = ("pytorch_optimizer", "schedulefree", "bitsandbytes", "torchao")
 
 
 def optional(module: str, name: str) -> Callable[..., Any] | None:
-    """Return a factory of a library's optimizer, None where the library is missing."""
+    """Return a factory of a library's optimizer; None if the library is not installed."""
     try:
         return functools.partial(getattr(importlib.import_module(module), name), lr=1e-4)
     except ModuleNotFoundError:
@@ -43,7 +43,7 @@ def optional(module: str, name: str) -> Callable[..., Any] | None:
 
 
 def factories() -> dict[str, Callable[..., Any] | None]:
-    """Return what is compared; the first one is the base."""
+    """Return the compared optimizers; the first is the base."""
     adamw = functools.partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1)
     return {
         "adamw loop": functools.partial(adamw, foreach=False, fused=False),
@@ -63,7 +63,7 @@ def factories() -> dict[str, Callable[..., Any] | None]:
 
 
 class Trial:
-    """One optimizer with a model of its own."""
+    """One optimizer and its own model."""
 
     def __init__(self, factory: Callable[..., Any]) -> None:
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ class Trial:
         return elapsed
 
     def temporaries(self) -> int:
-        """Return the bytes that a step needs beyond what is there before it."""
+        """Return the bytes that a step allocates in addition to what exists before it."""
         self.give_gradients()
         live = LiveBytes()
         for parameter in self.model.parameters():
@@ -111,7 +111,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="optimizers beside the base; all by default"
+        "--only", nargs="+", metavar="NAME", help="optimizers in addition to the base; all by default"
     )
     given = parser.parse_args()
     names = list(factories()) if given.only is None else ["adamw loop", *given.only]

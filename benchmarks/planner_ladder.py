@@ -1,9 +1,9 @@
-"""Predicted peaks of a full fine-tune of a 3B-parameter model beside torchtune's published ladder.
+"""Predict peaks of a full fine-tune of a 3B-parameter model, next to torchtune's published ladder.
 
-The model has the shapes of Llama 3.2 3B (transformers' class, made from a configuration, no download), in
-bf16, and takes a step of AdamW on 2 x 4096 tokens, all of it on fake tensors. Each row adds a technique to
-those above, as the published ladder does. Its compiled rows are stood for by what a compiler leaves in
-memory: a loss in chunks that keeps its logits in bf16 and nothing in float32.
+The model has the shapes of Llama 3.2 3B (transformers' class, built from a config without a download), in
+bf16. It takes an AdamW step on 2 x 4096 tokens, all on fake tensors. Each row adds a technique to the rows
+above, as the published ladder does. Compiled rows are approximated by a loss in chunks that keeps its logits
+in bf16 and nothing in float32, which is what compiled code keeps in memory.
 
     python benchmarks/planner_ladder.py --json benchmarks/planner_ladder.json
 """
@@ -34,7 +34,7 @@ SHAPES: dict[str, Any] = {
 
 
 class ChunkLoss(torch.autograd.Function):
-    """Cross entropy of one chunk of logits that keeps them as they are, as a fused kernel does."""
+    """Cross entropy of one chunk of logits; like a fused kernel, it keeps only the logits in bf16."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def whole_loss(net: Any, tokens: Tensor) -> Tensor:
 
 
 def chunked_loss(net: Any, tokens: Tensor) -> Tensor:
-    """Return the loss with logits and float32 in chunks."""
+    """Return the loss; logits and their float32 copies exist for one chunk at a time."""
     hidden = net.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
     chunks = zip(hidden.chunk(NUM_CHUNKS), tokens.flatten().chunk(NUM_CHUNKS), strict=True)
     losses: list[Any] = [ChunkLoss.apply(net.lm_head(x), y) for x, y in chunks]
@@ -76,7 +76,7 @@ def model(*, policy: str | None = None) -> nn.Module:
 
 
 def eight_bit(parameters: Any) -> Optimizer:
-    """Step in the backward pass, with a state of 8 bits (bitsandbytes)."""
+    """Return an optimizer that steps in the backward pass, with 8-bit state (bitsandbytes)."""
     from bitsandbytes.optim import AdamW8bit
 
     return InBackward(parameters, optimizer=AdamW8bit, lr=1e-5)
@@ -93,7 +93,7 @@ LADDER: dict[str, Row] = {
     "+ activations on the host": (21.8, OFFLOAD, chunked_loss, functools.partial(InBackward, lr=1e-5)),
     "+ 8-bit optimizer": (17.6, OFFLOAD, chunked_loss, eight_bit),
 }
-"""Published GiB of active memory (README of pytorch/torchtune, an A100), and what stands for each here."""
+"""Published GiB of active memory (README of pytorch/torchtune, an A100); model, loss and optimizer here."""
 TITLES = {
     "row": "row", "published_gib": "published GiB", "predicted_gib": "predicted GiB", "ratio": "ratio",
     "phase": "peak in", "seconds": "s",
@@ -109,7 +109,7 @@ def predicted(name: str) -> tuple[Prediction, float]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each of the ladder, and what the planner itself took."""
+    """Return the ladder's rows, and the memory that the planner itself used."""
     rows = [{key: row[key] for key in TITLES} for row in content["rows"]]
     formats = {"predicted_gib": ".1f", "ratio": ".3f", "seconds": ".1f"}
     own = f" {content['memory_gib']:.1f} GiB of memory at most, imports included"

@@ -1,9 +1,9 @@
-"""Measure the microseconds that plugins add to a step, with a model so small that they show.
+"""Measure the microseconds that plugins add to a step of a tiny model.
 
-One fit for each set of plugins, each in its own thread; the fits take turns of `TURN` steps in an order drawn
-anew each round, so that what the machine does meanwhile meets all of them alike. Lightning alone takes two
-turns: their difference is noise. Timed is the CPU time of whole steps, from one batch's start to the next,
-and nothing of the first steps, in which the report counts and probes.
+Each set of plugins has one fit in its own thread. The fits alternate after `TURN` steps, in a random order
+that changes each round, so that other load on the machine affects all of them alike. Lightning alone takes
+part twice; the difference of the two is noise. The CPU time of full steps is measured, from one batch's start
+to the next. The first steps, in which the report counts operations, are left out.
 
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py --json benchmarks/step_overhead.json
 """
@@ -25,7 +25,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from _common import arguments, publish, rows_table
+from _common import QUIET, arguments, publish, rows_table
 from lightning_eff import (
     EfficiencyReport,
     EmptyCache,
@@ -38,18 +38,18 @@ from lightning_eff import (
 )
 
 WARM_UP, TURN = 50, 10
-"""Steps of each fit that are not counted, and those of a turn."""
+"""Number of untimed steps of each fit, and of steps per turn."""
 
 
 class Empty(pl.Callback):
-    """Does nothing; as for any callback, Lightning calls six hooks in a step."""
+    """Does nothing; Lightning calls six hooks per step of any callback."""
 
 
 class Turns:
     """Lets one of several threads run at a time.
 
     Args:
-        names: Of the threads.
+        names: Names of the threads.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -74,23 +74,23 @@ class Turns:
 
 
 class Model(pl.LightningModule):
-    """One layer; its steps take turns with the ones of other fits.
+    """One layer; waits for its turn every `TURN` steps.
 
     Args:
-        name: Of its fit.
-        turns: Of all fits.
+        name: Name of its fit.
+        turns: Shared by all fits.
     """
 
     def __init__(self, name: str, turns: Turns) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
         self.step_us: list[float] = []
-        """Mean of each turn."""
+        """Mean time of a step, by turn."""
         self._name, self._turns = name, turns
         self._began_s = 0.0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Wait for the next turn where one has ended."""
+        """At the end of a turn, record its time and wait for the next turn."""
         del batch
         if batch_idx < WARM_UP or (batch_idx - WARM_UP) % TURN:
             return
@@ -101,7 +101,7 @@ class Model(pl.LightningModule):
         self._began_s = time.thread_time()
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        """Return some loss."""
+        """Return a loss."""
         return self.layer(batch[0]).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -110,7 +110,7 @@ class Model(pl.LightningModule):
 
 
 def sets() -> dict[str, list[pl.Callback]]:
-    """Return the callbacks of each fit; together, the recipe `lm` without tiled loss and text samples."""
+    """Return the callbacks of each fit; `all of these` is the recipe `lm` without tiled loss and samples."""
 
     def of_lm() -> list[pl.Callback]:
         return [
@@ -132,21 +132,13 @@ def sets() -> dict[str, list[pl.Callback]]:
 
 
 def fit(name: str, callbacks: list[pl.Callback], turns: Turns, num_steps: int, folder: Path) -> Model:
-    """Train with one set; return the model, which has the times."""
+    """Train with one set of callbacks; return the model, which has recorded the times."""
     model = Model(name, turns)
     turns.wait(name)
     try:
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            callbacks=callbacks,
-            default_root_dir=folder / name,
-            logger=False,
-            enable_progress_bar=any(isinstance(each, Progress) for each in callbacks),
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            max_steps=num_steps,
-        )
+        bar = {"enable_progress_bar": any(isinstance(each, Progress) for each in callbacks)}
+        options = QUIET | bar | {"default_root_dir": folder / name}
+        trainer = pl.Trainer(callbacks=callbacks, max_steps=num_steps, **options)
         data = TensorDataset(torch.randn(4 * (num_steps + 10), 4))
         trainer.fit(model, DataLoader(data, batch_size=4))
     finally:
@@ -155,7 +147,7 @@ def fit(name: str, callbacks: list[pl.Callback], turns: Turns, num_steps: int, f
 
 
 def measure(num_steps: int) -> dict[str, list[float]]:
-    """Return the mean times of all turns by set."""
+    """Return the mean step times of all turns, by set."""
     found: dict[str, list[float]] = {}
     plugins = sets()
     turns = Turns(list(plugins))
@@ -181,7 +173,7 @@ def table(content: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, print the table, and keep the figures."""
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="of each fit")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of each fit")
     given = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -1,11 +1,12 @@
-"""Measure convolutions in tiles: peak memory and CPU time of a step of a U-Net-like stack, and of 1x1 layers.
+"""Measure convolutions in tiles: peak memory and CPU time of a step of a U-Net, and of 1x1 convolutions.
 
-Three levels of two 3x3 convolutions with SiLU and without norms, 16 channels at full resolution, a strided
-convolution down and a transposed one up, whose result is added to what the level had on the way down (or
-concatenated with it); float32, one image, one thread. Memory is that beyond weights and inputs, counted
-operation by operation (`report/live_bytes`); time is the CPU's in the fastest round, all in turns.
+The U-Net has three levels of two 3x3 convolutions with SiLU and without norms, and 16 channels at full
+resolution. A strided convolution leads down and a transposed one up. Its output is added to the level's
+output on the way down, or concatenated with it. One image, float32, one thread. Memory is counted in addition
+to weights and inputs (`report/live_bytes`). The variants alternate, and the CPU time of the fastest round
+counts.
 
-Beside it 1x1 and patch convolutions by torch and as a view and a product of matrices, forward and backward.
+The second part computes 1x1 and patch convolutions by torch's convolution, and as a matrix product of a view.
 
     OMP_NUM_THREADS=1 python benchmarks/tiled_conv.py --json benchmarks/tiled_conv.json
 """
@@ -72,12 +73,12 @@ class UNet(nn.Module):
         return x
 
     def joined(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Return both as one."""
+        """Return the sum or the concatenation."""
         return torch.cat([x, skip], 1) if self.concatenates else x + skip
 
 
 def models(axes: int, *, concatenates: bool) -> dict[str, nn.Module]:
-    """Return models by how they are computed."""
+    """Return equal models, computed in different ways."""
     found: dict[str, nn.Module] = {
         name: UNet(axes, concatenates=concatenates) for name in ("plain", "each level under a checkpoint")
     }
@@ -91,7 +92,7 @@ def models(axes: int, *, concatenates: bool) -> dict[str, nn.Module]:
 def steps(
     axes: int, side: int, *, concatenates: bool
 ) -> dict[str, tuple[Callable[[], object], list[Tensor]]]:
-    """Return forward and backward pass of each model, and what was there before."""
+    """Return forward and backward pass of each model, and the tensors that exist before it."""
     torch.manual_seed(1)
     x, target = torch.randn(1, 1, *[side] * axes), torch.randn(1, CLASSES, *[side] * axes)
 
@@ -106,7 +107,7 @@ def steps(
 
 
 def by_matmul(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return a 1x1 convolution as one product of matrices, without a copy of x in its own memory format."""
+    """Return a 1x1 convolution as one matrix product, without a copy of x in either memory format."""
     if x.is_contiguous(memory_format=torch.channels_last):
         return F.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
     samples = [len(x), -1, -1]
@@ -117,7 +118,7 @@ def by_matmul(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def patches_by_matmul(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return a patch convolution as one product of matrices, of x with the pixels of a patch side by side."""
+    """Return a patch convolution as one matrix product; one row has the pixels of one patch."""
     side = weight.shape[-1]
     patches = x.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
     return F.linear(patches.flatten(3), weight.flatten(1), bias).permute(0, 3, 1, 2)
@@ -126,7 +127,7 @@ def patches_by_matmul(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def products(
     channels: int, outputs: int, side: int, kernel: int, *, last: bool
 ) -> dict[str, tuple[Callable[[], object], list[Tensor]]]:
-    """Return forward and backward pass of a convolution, by torch and by a product of matrices."""
+    """Return forward and backward pass of a convolution, by torch and as a matrix product."""
     torch.manual_seed(1)
     memory_format = torch.channels_last if last else torch.contiguous_format
     x = torch.randn(1, channels, side, side).to(memory_format=memory_format)
@@ -144,7 +145,7 @@ def products(
 
 
 def scenes(sides: dict[int, int]) -> dict[str, dict[str, tuple[Callable[[], object], list[Tensor]]]]:
-    """Return what is measured, by the scene and by who computes it."""
+    """Return the measured functions by scene and variant."""
     found = {
         f"{axes}-D, {side}^{axes}, {word}": steps(axes, side, concatenates=word == "concatenated")
         for axes, side in sides.items()
@@ -159,7 +160,7 @@ def scenes(sides: dict[int, int]) -> dict[str, dict[str, tuple[Callable[[], obje
 
 
 def peak_bytes(step: Callable[[], object], before: list[Tensor]) -> int:
-    """Return the peak of a step beyond what was there before it."""
+    """Return the peak bytes of a step in addition to the tensors that exist before it."""
     live = LiveBytes()
     live.add(before)
     begin = live.now_bytes
@@ -169,7 +170,7 @@ def peak_bytes(step: Callable[[], object], before: list[Tensor]) -> int:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each scene and who computes it."""
+    """Return a row for each scene and variant."""
     formats = {"peak_mib": ".1f", "of_base": ".2f", "cpu_s": ".3f", "times_base": ".2f"}
     return rows_table(content["rows"], formats)
 
@@ -179,7 +180,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
-        "--sides", type=int, nargs=2, default=list(SIDES.values()), help="of 2-D and 3-D images"
+        "--sides", type=int, nargs=2, default=list(SIDES.values()), help="pixels per side in 2-D and 3-D"
     )
     given = parser.parse_args()
     torch.set_num_threads(1)

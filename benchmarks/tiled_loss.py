@@ -1,13 +1,12 @@
-"""Measure the loss of a large vocabulary: memory, time, errors beside whole logits, torch's own and Liger.
+"""Compare losses of a large vocabulary (memory, time, errors): full logits, torch, Liger, and ours.
 
-Memory is the most that the allocator had given out at once in forward and backward pass, beyond the inputs:
-the gradients are in it. Errors are relative, of the norm, against float64 with the same inputs. All take
-turns, in rounds, on one thread; of each the fastest round counts, by the CPU's clock. Liger, where it is
-installed, has no kernels for a CPU: Triton's interpreter runs them, so that its memory and errors are its
-own, and its time is not.
+Memory is the peak of allocated bytes in forward and backward pass, in addition to the inputs; it includes the
+gradients. Errors are relative errors of the norm, against float64 with the same inputs. The losses alternate
+in rounds on one thread, and the CPU time of the fastest round counts. Liger has no kernels for a CPU.
+Triton's interpreter runs them, so Liger's memory and errors are valid and its time is not.
 
-The second table has float16 and a loss scale: the gradients of the weight's rows that are no target, which
-underflow where they are formed before the scale.
+The second table shows float16 with a loss scale. It has the gradients of the weight's rows that are no
+target. They underflow if they are computed before scaling.
 
     TRITON_INTERPRET=1 OMP_NUM_THREADS=1 python benchmarks/tiled_loss.py --json benchmarks/tiled_loss.json
 """
@@ -39,21 +38,21 @@ MOST_MB = {
 """Goals by dtype and whether the weight is frozen."""
 MOST_LOSS_ERROR = 2e-6
 MOST_TIME = 1.0
-"""Of the fastest of torch's own."""
+"""Relative to the fastest of torch's losses."""
 OURS = "lightning_eff"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def by_torch(x: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean", **options: Any) -> Tensor:
-    """Compute by `F.linear_cross_entropy` in chunks of 128 rows, which is the fastest by hand."""
+    """Compute by `F.linear_cross_entropy` in chunks of 128 rows, its fastest setting here."""
     function, options_of = nn.functional.linear_cross_entropy, nn.LinearCrossEntropyOptions  # pyright: ignore[reportAttributeAccessIssue]
     chosen = options_of(batch_chunk_size=128, chunking_method=None, **options)
     return function(x, weight, target, reduction=reduction, options=chosen).mean()
 
 
 def contenders() -> dict[str, Loss]:
-    """Return the losses that are compared."""
+    """Return the compared losses."""
     found: dict[str, Loss] = {
         "whole logits": lambda x, w, t: nn.functional.cross_entropy(x @ w.T, t),
         "whole logits, float": lambda x, w, t: nn.functional.cross_entropy((x @ w.T).float(), t),
@@ -75,7 +74,7 @@ def contenders() -> dict[str, Loss]:
 
 
 def peak_mb(run: Callable[[], Any]) -> float:
-    """Return the most MB (10^6 bytes) that were allocated at once beyond what was allocated before."""
+    """Return the peak of MB (10^6 bytes) allocated in addition to what was allocated before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
@@ -89,7 +88,7 @@ def peak_mb(run: Callable[[], Any]) -> float:
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Return the relative error of a norm."""
+    """Return the norm of the error relative to the norm of the exact tensor."""
     return ((found.detach().double() - exact).norm() / exact.norm()).item()
 
 
@@ -107,7 +106,7 @@ def errors(loss: Loss, make: Callable[[], Inputs]) -> dict[str, Any]:
 
 
 def seconds(runs: dict[str, Loss], make: Callable[[], Inputs], rounds: int) -> dict[str, float]:
-    """Return the seconds of forward and backward pass of each in its fastest round."""
+    """Return each loss's CPU seconds of forward and backward pass in its fastest round."""
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(rounds):
         for name, loss in runs.items():
@@ -119,7 +118,7 @@ def seconds(runs: dict[str, Loss], make: Callable[[], Inputs], rounds: int) -> d
 
 
 def verdict(row: dict[str, Any], plain: dict[str, Any], most_mb: float) -> str:
-    """Return the goals that are missed."""
+    """Return the missed goals."""
     missed = [f"{most_mb} MB"] if round(row["MB"], 1) > most_mb else []
     missed += ["time"] if round(row["time ratio"], 2) > MOST_TIME else []
     missed += ["loss error"] if row["loss error"] > MOST_LOSS_ERROR else []
@@ -159,7 +158,7 @@ def case(dtype: torch.dtype, sizes: tuple[int, ...], rounds: int, *, is_frozen: 
 
 
 def float16_rows(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the errors of gradients of rows that are no target, with a loss scale."""
+    """Return the gradients' errors in rows that are no target, with a loss scale."""
     num_rows, width, num_classes = sizes
     torch.manual_seed(0)
     x, weight = torch.randn(num_rows, width).half(), (torch.randn(num_classes, width) * STD).half()
@@ -173,7 +172,7 @@ def float16_rows(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     exact = exact[others] * LOSS_SCALE
     rows: list[dict[str, Any]] = []
     losses = contenders()
-    losses.pop("liger", None)  # whose chunks of few rows take too long in float16 on a CPU
+    losses.pop("liger", None)  # its chunks have few rows, which take too long in float16 on a CPU
     for name, loss in losses.items():
         trained = weight.clone().requires_grad_()
         _, found = torch.autograd.grad(loss(x, trained, target).float() * LOSS_SCALE, [x, trained])

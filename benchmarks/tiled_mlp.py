@@ -1,8 +1,9 @@
 """Measure an MLP in tiles: peak memory, CPU time and gradient hooks of one forward and backward pass.
 
-SwiGLU with 256 features and 1024 inside, 4096 tokens, float32, one thread. Memory is that beyond weights and
-inputs, counted operation by operation (`report/live_bytes`); time is the CPU's in the fastest round, all in
-turns. Beside it the MLP as it is, under one checkpoint, and Liger's tiles where `liger_kernel` is there.
+SwiGLU with 256 features, 1024 hidden features, 4096 tokens, float32, one thread. Memory is counted in
+addition to weights and inputs (`report/live_bytes`). The variants alternate, and the CPU time of the fastest
+round counts. They are the unmodified MLP, the MLP under one checkpoint, this package's tiles, and Liger's
+tiles if `liger_kernel` is installed.
 
     OMP_NUM_THREADS=1 python benchmarks/tiled_mlp.py --json benchmarks/tiled_mlp.json
 """
@@ -38,18 +39,18 @@ class MLP(nn.Module):
         self.down = nn.Linear(WIDTH, FEATURES, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [*batch, 256] of the same."""
+        """Return [*batch, 256] for an input of the same shape."""
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 def built() -> MLP:
-    """Return the same MLP each time."""
+    """Return an MLP; every call returns equal weights."""
     torch.manual_seed(0)
     return MLP()
 
 
 def ours(num_tiles: int) -> Callable[[Tensor], Tensor]:
-    """Return an MLP in so many tiles."""
+    """Return an MLP that is computed in `num_tiles` tiles."""
     model = nn.ModuleDict({"mlp": built()})
     tile_mlps(model, modules="mlp", tile_budget_mib=WIDE_MIB / num_tiles, min_tokens=1)
     return model["mlp"]
@@ -67,7 +68,7 @@ def _liger(mlp: MLP, apply: Any, num_tiles: int, x: Tensor) -> Tensor:
 
 
 def runs() -> dict[str, tuple[Any, nn.Module]]:
-    """Return what computes, and the MLP that it computes, by name."""
+    """Return each variant's function and its MLP, by name."""
     plain, under = built(), built()
     found: dict[str, tuple[Any, nn.Module]] = {
         "plain": (plain, plain),
@@ -89,7 +90,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def counted(run: Any, mlp: nn.Module) -> tuple[int, int, float]:
-    """Return peak bytes beyond weights and inputs, hooks, and the largest error of a gradient (float64)."""
+    """Return added peak bytes, the number of gradient hooks, and the largest gradient error (to float64)."""
     x, grad = inputs()
     exact = built().double()
     exact(x.detach().double()).backward(grad.double())
@@ -111,7 +112,7 @@ def counted(run: Any, mlp: nn.Module) -> tuple[int, int, float]:
 
 
 def seconds(found: dict[str, tuple[Any, nn.Module]], rounds: int) -> dict[str, float]:
-    """Return the CPU seconds of the fastest round of each, in turns."""
+    """Return each variant's CPU seconds in its fastest round."""
     best = dict.fromkeys(found, float("inf"))
     for _ in range(rounds):
         for name, (run, mlp) in found.items():
@@ -124,7 +125,7 @@ def seconds(found: dict[str, tuple[Any, nn.Module]], rounds: int) -> dict[str, f
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each that computes the MLP."""
+    """Return a row for each variant."""
     formats = {"cpu_s": ".3f", "peak_mib": ".1f", "of_plain": ".3f", "times_plain": ".2f", "error": ".1e"}
     return rows_table(content["rows"], formats)
 

@@ -1,7 +1,7 @@
-"""Fixtures of all tests, and the environment that they run in; what tests share lies in tests/support/.
+"""Fixtures and environment of all tests; shared helpers are in tests/support/.
 
-Nothing here imports torch before a test needs it: the process that hands tests to the workers would as well,
-and they would wait for it.
+Nothing here imports torch at import time, because the process that distributes tests to the workers imports
+this module too, and the workers would wait for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lightning_eff import cli
 
 pytest.register_assert_rewrite("tests.support")
 
-from tests.support.command_line import TINY  # noqa: E402 - rewritten only if they are imported after that
+from tests.support.command_line import TINY  # noqa: E402 - only later imports have rewritten assertions
 from tests.support.processes import adopt_orphans, children, end_children  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.support.models import Deep, Net
 
-# Two workers share two cores: more threads would wait for each other. Child processes inherit it.
+# Two workers share two cores: more threads would compete. Child processes inherit the variable.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PL_GLOBAL_SEED", None)
 adopt_orphans()
@@ -45,7 +45,7 @@ LOGGERS = ("lightning", "lightning.fabric", "lightning.pytorch", "lightning_eff.
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let warnings be errors in the versions of our own CI alone: libraries warn of other versions."""
+    """Treat libraries' warnings as errors only with the tested versions: others have new deprecations."""
     if not (sys.version_info[:2] == (3, 11) and version("torch").startswith("2.13.")):
         config.addinivalue_line("filterwarnings", "default")
         for kind in ("NoEffectWarning", "ConflictWarning", "CheckpointWarning", "SlowPathWarning"):
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Let no test draw other numbers because of the tests before it; fixtures of modules come after this."""
+    """Seed before each test, and before module-scoped fixtures, so that the order of tests has no effect."""
     import torch
 
     random.seed(0)
@@ -64,9 +64,9 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Let no later test be seeded by this one, be silent as its rank, or start ranks of its job.
+    """Restore environment, log levels and rank after each test, and fail a test that leaves processes.
 
-    Lightning leaves its seed, its rank and where ranks meet in the environment, which children inherit.
+    Lightning leaves its seed, its rank and the ranks' address in the environment, which children inherit.
     """
     from lightning_utilities.core import rank_zero
     from lightning_utilities.core.rank_zero import rank_zero_only
@@ -88,7 +88,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def net() -> Callable[..., Net]:
-    """Return a maker of models that all begin with the same weights and the same random state."""
+    """Return a function that makes models with equal weights, and sets the same random state each time."""
     from tests.support.models import Net, seeded
 
     return functools.partial(seeded, Net)
@@ -96,7 +96,7 @@ def net() -> Callable[..., Net]:
 
 @pytest.fixture
 def deep() -> Callable[..., Deep]:
-    """Return a maker of models with repeated blocks."""
+    """Return such a function for models with repeated blocks."""
     from tests.support.models import Deep, seeded
 
     return functools.partial(seeded, Deep)
@@ -104,7 +104,7 @@ def deep() -> Callable[..., Deep]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return the report's clock, which stands still until `now` is set."""
+    """Return the report's clock, which advances only when a test sets `now`."""
     watch = SimpleNamespace(now=100.0)
     for module in ("meter", "step_time"):
         stopped = SimpleNamespace(perf_counter=lambda: watch.now)
@@ -114,7 +114,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def frozen_heap() -> Iterator[None]:
-    """Let garbage collections visit what was made since: all of PyTorch's objects take a second each time."""
+    """Exclude existing objects from garbage collection: visiting all of PyTorch's takes a second."""
     gc.collect()
     gc.freeze()
     yield
@@ -123,7 +123,7 @@ def frozen_heap() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def text_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of Python files that is tokenized in no time."""
+    """Return a small folder of Python files, which is tokenized quickly."""
     folder = tmp_path_factory.mktemp("source")
     for index in range(8):
         lines = [f"def function_{index}_{i}(x):\n    return x + {i}\n" for i in range(60)]
@@ -169,7 +169,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def tiny(text_cache: Path, empty_folder: Path) -> list[str]:
-    """Return overrides for a tiny run, from an empty current folder that holds a copy of the small text."""
+    """Return overrides for a tiny run; the current folder has only a copy of the small text."""
     source = empty_folder / "source"
     shutil.copytree(text_cache, source)
     return [*TINY, f"data.source_dir={source}", "data.vocab_size=300"]

@@ -35,7 +35,7 @@ SMALLEST = {
     "tiled_loss": ["--rounds", "1", "--sizes", "8", "16", "64"],
     "tiled_mlp": ["--rounds", "1"],
 }
-"""The arguments with which each script measures least."""
+"""Arguments with which each script measures as little as possible."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -67,11 +67,11 @@ GPU_SCRIPTS = {
     "models": {"attention": 12, "trainer": 1, "float8": 1, "offload": 1, "conv": 1, "lora": 1, "long": 1},
     "training": {"planner": 1, "speed": 3},
 }
-"""The parts of each script of benchmarks/gpu, and the cases that they have on a CPU."""
+"""The parts of each script in benchmarks/gpu, with their number of cases on a CPU."""
 
 
 def run_gpu_script(name: str, out: Path) -> dict[str, Any]:
-    """Run a script in its own process, and return the cases of its parts."""
+    """Run a script in a new process; return the cases of its parts."""
     command = [sys.executable, str(FOLDER / "gpu" / f"{name}.py"), "--smoke", "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True)
     return {part: json.loads((out / f"{part}.json").read_text())["cases"] for part in GPU_SCRIPTS[name]}

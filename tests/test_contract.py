@@ -1,4 +1,4 @@
-"""Every technique alone in a plain Trainer keeps the contract, by one data-only case each."""
+"""Every technique alone in a plain Trainer keeps the contract, and every pair trains like a plain loop."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from tests.support.techniques import NUM_STEPS, SGD, assert_equal, plain_loop
 
 @dataclass(frozen=True)
 class Case:
-    """How to make a technique, where it goes, and the plain loop that it must equal, to the bit or nearly.
+    """How to make a technique, its argument of the Trainer, and the plain loop that it must equal.
 
-    `rtol` is 0 for T0; for T2 it is 1e-5, which a wrong scale or a lost gradient (1e-3 and more) cannot meet.
+    `rtol` is 0 for tolerance class T0. For T2 it is 1e-5; a wrong scale or a lost gradient differs by 1e-3.
     """
 
     make: Callable[[], Any]
@@ -51,11 +51,11 @@ class Case:
     precision: str = "32-true"
     rtol: float = 0.0
     prepare: Callable[[Deep], Any] | None = None
-    """What the plain loop does to its model first; only adapters have one, and only they may add keys."""
+    """Changes the plain loop's model first; only adapters need it, and only they may add keys."""
     beside: Callable[[], list[Any]] = list
-    """Callbacks that it cannot be without."""
+    """Callbacks that the technique needs."""
     num_steps: int = NUM_STEPS
-    """Fewer where rounding differs, which 50 steps of float32 amplify a thousandfold."""
+    """Fewer if rounding differs: 50 steps in float32 amplify the difference a thousandfold."""
 
     def trainer(self, folder: Any, **keywords: Any) -> tuple[Any, Any]:
         technique = self.make()
@@ -73,16 +73,16 @@ LINEARS = ["first", "blocks.0.linear", "blocks.1.linear", "blocks.2.linear", "se
 
 
 def adapt_by_hand(model: Deep) -> None:
-    """Put LoRA into every linear layer as PEFT's documentation has it, but for who adds its product.
+    """Add LoRA to every linear layer as in PEFT's documentation, except for the in-place addition.
 
-    In low precision ours is rounded less often: tests/adapters/test_lora_linear.py compares the two.
+    It rounds less often in low precision: tests/adapters/test_lora_linear.py compares the two.
     """
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=LINEARS), model)
     add_in_place(model)
 
 
 def adapt_low_by_hand(model: Deep) -> None:
-    """Put LoRA into every linear layer, and the layers themselves into bfloat16."""
+    """Add LoRA to every linear layer, and cast the layers to bfloat16."""
     adapt_by_hand(model)
     for name in LINEARS:
         model.get_submodule(name).base_layer.to(torch.bfloat16)
@@ -92,7 +92,7 @@ def adapt_low_by_hand(model: Deep) -> None:
 
 
 def compute_in_float8_by_hand(model: Deep) -> None:
-    """Compute the blocks' linear layers in float8 as torchao's documentation has it."""
+    """Compute the blocks' linear layers in float8 as in torchao's documentation."""
     config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
     convert_to_float8_training(
         model,
@@ -147,7 +147,7 @@ CASES = {
 }
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning_eff.core.errors.SlowPathWarning",
-    # Batches that fit, as in the plain loop: what is left is what it does to a step.
+    # The batches fit, so micro_batch does not split them.
     "ignore:callbacks/micro_batch with callbacks/torch_compile",
     "ignore:callbacks/triton_gemm with callbacks/torch_compile",
 )
@@ -159,7 +159,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_the_result_equals_a_plain_loops(case: Case, deep: Callable[..., Deep], tmp_path: Any) -> None:
-    """T0 for all but the compiler: a low format too must give exactly what PyTorch's own recipe gives."""
+    """Class T0 except for compiling and tiles: a low precision must equal PyTorch's own recipe exactly."""
     plain = deep()
     if case.prepare:
         case.prepare(plain)
@@ -190,14 +190,14 @@ def test_a_second_fit_and_validate_work(case: Case, deep: Callable[..., Deep], t
 
 
 def traces(model: Deep, case: Case) -> list[Any]:
-    """Return what a technique may change of a model and has to restore, but for the adapters of PEFT."""
+    """Return a model's state that a technique may change and must restore, except for PEFT's adapters."""
     modules = [model] if case.prepare in (adapt_by_hand, adapt_low_by_hand) else [*model.modules()]
     kinds = [(type(module), {*vars(module), "_hparams", *left(case)}) for module in modules]
     return [*kinds, [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]]
 
 
 def left(case: Case) -> set[str]:
-    """Return what may stay on a model: adapters are the result, and PEFT's config of them stays beside."""
+    """Return attributes that may stay on a model: adapters are the result, with their config."""
     return (
         {"peft_config", "peft_tuner", "on_save_checkpoint", "on_load_checkpoint"} if case.prepare else set()
     )
@@ -239,7 +239,7 @@ def test_everything_patched_is_restored_after_a_failure(
     step, before = model.training_step, traces(model, case)
 
     def fail(batch: Any, batch_idx: int) -> Any:
-        step(batch, batch_idx)  # when all is in place, and nothing was taken back after a first step
+        step(batch, batch_idx)  # every technique is active now
         raise RuntimeError("broken on purpose")
 
     _, trainer = case.trainer(tmp_path)
@@ -263,17 +263,17 @@ PAIRS = [
     for one, other in itertools.combinations(CASES, 2)
     if one.split()[0] != other.split()[0]
     and "32-true" not in one + other
-    # One precision a run; and the adapters, without which they cannot be, are beside them already.
+    # A run has one precision, and quantized_base already has the adapters that it needs.
     and not (one.startswith(PRECISIONS) and other.startswith(PRECISIONS))
     and not (other.startswith("quantized_base") and one.startswith("peft_adapter"))
 ]
 
 
 def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> Deep:
-    """Return a model for the plain loop, with adapters where one of the techniques brings them."""
+    """Return a model for the plain loop, with adapters if one of the techniques adds them."""
     model = deep(dropout=dropout)
     prepares = [case.prepare for case in cases if case.prepare]
-    if adapt_low_by_hand in prepares:  # the same adapters, in other weights
+    if adapt_low_by_hand in prepares:  # the same adapters, on layers in bfloat16
         prepares = [prepare for prepare in prepares if prepare is not adapt_by_hand]
     for prepare in dict.fromkeys(prepares):
         prepare(model)
@@ -283,7 +283,7 @@ def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> De
 VARIANTS = {
     *("gradient_checkpointing every_n", "gradient_checkpointing offload", "durable", "auto bf16-true"),
 }
-"""Another case of the technique meets the others in the tests that are not slow, or tests of its own do."""
+"""Slow pairs: another case of the same technique is in the quick pairs."""
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_every_pair_trains_like_a_plain_loop_or_is_rejected(
     }
     beside = {type(each): each for case in cases for each in case.beside()}
     objects["callbacks"] += beside.values()
-    num_steps = 6  # each of the two alone: NUM_STEPS
+    num_steps = 6  # each of the two alone trains for NUM_STEPS
     bar = {"enable_progress_bar": "progress" in (one, other)}
     trainer = make_trainer(default_root_dir=tmp_path, max_steps=num_steps, **objects, **bar)
     findings = rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer))
@@ -329,7 +329,7 @@ def test_every_pair_trains_like_a_plain_loop_or_is_rejected(
 
 
 def assert_as_good_as(losses: list[float], plain: list[float], exact: list[float], precision: str) -> None:
-    """T3: at most twice plain PyTorch's error in that format, and two units in the last place."""
+    """Check class T3: at most twice plain PyTorch's error at that precision, plus two ulp."""
     ulp = 2.0 ** (-8 if "bf16" in precision else -11)
     plain_error = max(abs(a - b) for a, b in zip(plain, exact, strict=True))
     error = max(abs(a - b) for a, b in zip(losses, exact, strict=True))
@@ -338,7 +338,7 @@ def assert_as_good_as(losses: list[float], plain: list[float], exact: list[float
 
 
 def test_few_pairs_are_rejected() -> None:
-    """Otherwise the test above would be empty: so many train, and these are declared conflicts."""
+    """The pairs that are declared conflicts; if there were many, the test above would prove little."""
     rejected = []
     for one, other in PAIRS:
         objects = [CASES[one].make(), CASES[other].make()]

@@ -1,4 +1,4 @@
-"""The pages of docs/: each has a place in the menu, links lead somewhere, and frames are up to date."""
+"""The pages of docs/: each is in the menu, links have targets, and generated frames are up to date."""
 
 from __future__ import annotations
 

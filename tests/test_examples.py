@@ -1,4 +1,4 @@
-"""Every example runs, shows what it promises, is short, and becomes a notebook."""
+"""Every example runs, shows the promised effect, is short, and becomes a notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.techniques import ROOT
 
 OF_ALL = {"cell_type", "id", "metadata", "source"}
 KEYS = {"markdown": OF_ALL, "code": OF_ALL | {"execution_count", "outputs"}}
-"""What Jupyter's format 4.5 asks of a cell."""
+"""Keys that Jupyter's format 4.5 requires in a cell."""
 
 
 def shortened(name: str, steps: int) -> Path:

@@ -1,9 +1,8 @@
-"""The messages that users read, word for word: `tests/messages.md` has a heading for each situation.
+"""Users' messages, word for word: `tests/messages.md` has a heading for each situation, and its message.
 
-The headings are commands and Python that end with a message; the text below each is compared. After a change
-of wording, or with a new heading, `make messages` writes the texts; then read the diff.
-Other tests match an error's class and key only. Each command also keeps the promise for wrong settings: exit
-code 2, at most five lines, no traceback, no file.
+A heading is a command or a Python expression that ends with a message. After a change of wording, or for a
+new heading, `make messages` writes the texts; then read the diff. Other tests check only an error's class and
+key. Each command must also fail cleanly: a nonzero exit code, at most five lines, no traceback, no file.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ VARIANTS = """GradientCheckpointing(policy="budget") GradientCheckpointing(polic
 
 
 class Bare(Net):
-    """Has no layer that a technique could change, and a part that is never called."""
+    """Has no layer that a technique could change, and a module that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class Bare(Net):
 
 @functools.cache
 def names() -> dict[str, Any]:
-    """Return what the headings in Python may use."""
+    """Return the names that headings in Python may use."""
     public = {name: getattr(lightning_eff, name) for name in lightning_eff.__all__}
     own = {"weights": [torch.zeros(2, 2, requires_grad=True)], "trainer": make_trainer(max_steps=2)}
     own |= {"partial": functools.partial, "torch": torch, "GPT": GPT}
@@ -254,7 +253,7 @@ def sections() -> dict[str, str]:
 
 
 def written(title: str, text: str) -> str:
-    """Return a section with its texts of today, produced in the current folder."""
+    """Return a section with up-to-date messages; its files are written to the current folder."""
     for name, content in FILES.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -286,7 +285,7 @@ def test_users_read_what_the_file_says(title: str, empty_folder: Path) -> None:
 
 
 def main() -> None:
-    """Write the texts of today below the headings."""
+    """Write up-to-date messages below the headings."""
     texts = [MESSAGES.read_text(encoding="utf-8").partition("\n## ")[0].strip()]
     for title, text in sections().items():
         with tempfile.TemporaryDirectory() as folder:

@@ -87,7 +87,7 @@ def test_every_option_is_of_the_suite_a_preset_or_of_a_library() -> None:
             assert target.rpartition(".")[0].rpartition(".")[2] == file.stem
 
 
-def test_every_technique_and_nothing_that_cannot_be_had_is_a_lazy_name() -> None:
+def test_the_lazy_names_are_exactly_the_techniques_and_public_functions() -> None:
     with pytest.raises(AttributeError, match="no attribute 'EmptyCash'"):
         _ = lightning_eff.EmptyCash
     functions = list(lightning_eff.PUBLIC)
@@ -182,13 +182,13 @@ LISTS = {
     "core/rules": "rules about classes of libraries, which state none themselves",
     "microbatching/lightning_loop": "remedies of what two techniques share",
 }
-"""Modules outside the techniques that name three of them or more, and why."""
+"""Modules outside of techniques that name at least three techniques, with the reason."""
 
 
 def test_no_module_lists_techniques_without_a_reason() -> None:
     options = {entry.name for entry in catalog.options() if entry.kind == "technique"}
     names = {name.partition("/")[2] for name in options if not name.startswith("monitors/")}
-    names -= {"attention", "auto", "float8", "module", "torch"}  # words of other meanings too
+    names -= {"attention", "auto", "float8", "module", "torch"}  # words with other meanings
     found: set[str] = set()
     for file in sorted(PACKAGE.rglob("*.py")):
         path = file.relative_to(PACKAGE)

@@ -45,7 +45,7 @@ def blocks(kind: str, *pages: str) -> list[str]:
 
 
 def run_blocks(page: str) -> dict[str, Any]:
-    """Run a page's Python in one namespace, but for files and fragments; return the namespace."""
+    """Run a page's Python in one namespace, except for files and fragments; return the namespace."""
     names: dict[str, Any] = {"__name__": page}
     for block in blocks("python", page):
         if not block.startswith(("# ", "def ")):
@@ -65,7 +65,7 @@ def write_files() -> None:
         if name:
             Path(name[1]).parent.mkdir(parents=True, exist_ok=True)
             Path(name[1]).write_text(block)
-    for block in blocks("json"):  # which has no comments: the name stands before it
+    for block in blocks("json"):  # JSON has no comments, so the name is on a line before it
         name, _, content = block.partition("\n")
         Path(name.removeprefix("// ")).write_text(content)
 
@@ -119,7 +119,7 @@ def test_readme_is_three_screens() -> None:
 
 
 def write_own_data(tiny_llama: Path) -> None:
-    """Write the model and the texts that the section on your own data names."""
+    """Write the model and the texts that the commands for users' data name."""
     shutil.copytree(tiny_llama, "my-model")
     Path("notes").mkdir()
     for index in range(20):

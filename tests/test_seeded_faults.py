@@ -1,4 +1,4 @@
-"""Faults that are put in on purpose, each of which a named test must find: a test of the tests."""
+"""Test the tests: each of these faults is put into the package, and the named test must fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACE = f"{CUT}::test_running_out_in_any_step_leaves_no_trace"
 WINDOWS = f"{CUT}::test_windows_of_cut_batches_are_exact_too"
 TOGETHER = f"{TWO}::test_two_ranks_step_as_one_would_on_all_samples"
 
-# name: (file, what stands there, what is put there, the test that finds it)
+# name: (file, correct code, faulty code, test that must fail)
 FAULTS = {
     "no division": (WINDOW, "loss if divisor == 1.0 else loss / divisor", "loss", STEP),
     "mean of means": (

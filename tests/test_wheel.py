@@ -41,7 +41,7 @@ def test_wheel_holds_configs_types_and_licence(wheel: Path) -> None:
 def test_installed_wheel_trains_a_recipe_from_any_folder(
     wheel: Path, text_cache: Path, tmp_path: Path
 ) -> None:
-    # The dependencies are this environment's, by a path file; the package itself comes from the wheel alone.
+    # A path file adds this environment's dependencies; the package itself comes only from the wheel.
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False)
     (site,) = environment.glob("lib/python3*/site-packages")

@@ -145,11 +145,7 @@ class EfficiencyReport(pl.Callback):
         if not self.dirpath and not trainer.loggers and (folder / files.PAGE_FILE).exists():
             self._folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
         if self.dirpath and trainer.is_global_zero:
-            try:  # fail before the run, not at its end without a report
-                self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                allowed = f"a folder that can be made: {error.strerror}"
-                raise ConfigError(key="dirpath", value=str(self.dirpath), allowed=allowed) from error
+            self._folder.mkdir(parents=True, exist_ok=True)  # fail before the run, not at its end
         self.meter = Meter(
             trainer.strategy.root_device,
             trainer.fit_loop.epoch_loop,
@@ -169,12 +165,14 @@ class EfficiencyReport(pl.Callback):
     ) -> None:
         if self.meter is None:
             return
+        # Two states tell whether a batch draws random numbers; `compare` needs to know.
         if len(self._random_states) < 2:
             self._random_states.append(random_states.capture(self.meter.device))
         if self.meter.recorder is not None and not self.meter.probe.num_batches:
             self._sample = _few_samples(batch)
         self.meter.begin_batch(batch, pl_module, trainer.optimizers)
         if not self.meter.is_probing and len(self._random_states) == 2:
+            # Nothing is left to do at the start of later batches, and an empty hook costs time.
             skip_hook(self, trainer, "on_train_batch_start", of=EfficiencyReport)
 
     @override

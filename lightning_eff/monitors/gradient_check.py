@@ -111,7 +111,7 @@ class GradientCheck(pl.Callback):
         # A collective: all ranks reach it at the same steps.
         largest = torch.tensor(self._num_in_row, device=trainer.strategy.root_device)
         num_in_row = int(trainer.strategy.reduce(largest, reduce_op="max"))
-        # Never more steps than the limit allows: it is noticed in the very step that reaches it.
+        # Read again before the limit can be exceeded, so that the run stops in the step that reaches it.
         self._losses[:], self._num_unread = [0.0], min(MAX_UNREAD, self.max_nonfinite_steps - num_in_row)
         if num_in_row >= self.max_nonfinite_steps:
             save_nothing_on_exception(trainer)

@@ -123,12 +123,10 @@ class Observed:
 
     @property
     def has_adamw(self) -> bool:
-        """Whether the run uses torch's AdamW and `OptimizerChoice` could replace it.
-
-        It rejects a module that brings its own schedule.
-        """
+        """Whether the run uses torch's AdamW and `OptimizerChoice` could replace it."""
         callbacks: Any = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         is_chosen = any(name_of(each) == "callbacks/optimizer_choice" for each in callbacks)
+        # OptimizerChoice rejects a module that returns its own scheduler.
         is_free = self.module.automatic_optimization and not self.trainer.lr_scheduler_configs
         return [type(each) for each in self.trainer.optimizers] == [AdamW] and (is_chosen or is_free)
 
@@ -156,7 +154,7 @@ class Observed:
         return [index for index, each in made if each.category == TEMPORARIES and each.phase == STEP]
 
     def owners(self, modules: Collection[str]) -> list[str]:
-        """Return for each allocation the module, among `modules`, that made it; empty if none did."""
+        """Return, for each allocation, which of the `modules` made it; empty if none did."""
 
         @cache
         def owner_of(path: str) -> str:
@@ -179,12 +177,14 @@ class Observed:
             return 0
 
         owners = self.owners(recomputed)
+        # Outputs of blocks are kept: the next block needs them to recompute.
         is_dropped = [
             bool(owner) and each.category == ACTIVATIONS and index not in self.recorder.block_outputs
             for index, (owner, each) in enumerate(zip(owners, self.allocations, strict=True))
         ]
         # Dropped bytes by (module, call) and allocation, until the backward pass makes them again.
         pending: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+        # Recomputed allocations that are still alive, by module.
         remade: dict[str, set[int]] = defaultdict(set)
         sizes: dict[int, float] = defaultdict(float)
         live = top = float(held_bytes)
@@ -199,6 +199,7 @@ class Observed:
                     call = max(
                         (each for name, each in pending if name == owner and pending[name, each]), default=0
                     )
+                # The first event of a module in the backward pass makes all dropped tensors of that call.
                 if index in pending[owner, call] or not remade[owner]:
                     made_again = pending.pop((owner, call), {})
                     sizes.update(made_again)

@@ -56,7 +56,6 @@ class AttentionRow:
         num_keys: Length S of the key.
         dtype: Dtype of the query or scores.
         mask: `none`, `causal` or `dense`; empty if unknown.
-        mask_bytes: Bytes of one call's dense mask.
         calls: Number of calls in a forward pass.
         score_bytes: Bytes of the scores that are saved after the softmax for the backward pass; a fused
             kernel saves none.
@@ -68,7 +67,6 @@ class AttentionRow:
     num_keys: int
     dtype: str
     mask: str = ""
-    mask_bytes: int = 0
     calls: int = 1
     score_bytes: int = 0
     modules: tuple[str, ...] = ()
@@ -82,8 +80,7 @@ class AttentionRow:
         what = "" if self.mask else ", scores"
         keys = f" with {self.num_keys} keys" if self.mask and self.num_keys != self.shape[-2] else ""
         text = f"{self.calls} call{'s' * (self.calls != 1)} by {self.backend}{what} {list(self.shape)}{keys} "
-        size = f", {human_bytes(self.mask_bytes)}" if self.mask_bytes else ""
-        text += self.dtype + (f", mask: {self.mask}{size}" if self.mask else "")
+        text += self.dtype + (f", mask: {self.mask}" if self.mask else "")
         return text + (f"; {human_bytes(self.score_bytes)} of scores" if self.remedy else "")
 
     def as_dict(self) -> dict[str, Any]:
@@ -138,30 +135,24 @@ class AttentionWatch:
             return
         if backend not in ("math", "softmax"):
             self._add_fused(backend, func, args, kwargs)
+        # Scores of attention are square: a classifier's softmax or a router's is not.
         elif backend == "math" or (out.dim() > 2 and out.shape[-2] == out.shape[-1] > 1):
-            self._add_scores(backend, out)
-
-    def _add_scores(self, backend: str, scores: Tensor) -> None:
-        self._add(AttentionRow(backend, tuple(scores.shape), scores.shape[-1], _name(scores)), scores.dtype)
+            self._add(AttentionRow(backend, tuple(out.shape), out.shape[-1], _name(out)), out.dtype)
 
     def _add_fused(self, backend: str, func: Any, args: Any, kwargs: Any) -> None:
         schema = getattr(func, "_schema", None)
         names = [] if schema is None else [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         query, key = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)][:2]
-        masks = (given.get(name) for name in ("attn_mask", "attn_bias"))
-        dense = next((mask for mask in masks if mask is not None), None)
+        is_dense = any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
         is_causal = given.get("is_causal") or given.get("causal")
-        row = AttentionRow(
-            backend, tuple(query.shape), key.shape[-2], _name(query),
-            mask="causal" if is_causal else "none" if dense is None else "dense",
-            # An expanded mask occupies fewer bytes than its shape suggests.
-            mask_bytes=0 if dense is None else min(dense.nbytes, dense.untyped_storage().nbytes()),
-        )  # fmt: skip
+        mask = "causal" if is_causal else "dense" if is_dense else "none"
+        row = AttentionRow(backend, tuple(query.shape), key.shape[-2], _name(query), mask)
         # `math` computes the scores of half-precision queries in float32.
         self._add(row, torch.float32 if query.dtype in HALF else query.dtype)
 
     def _add(self, row: AttentionRow, dtype: torch.dtype) -> None:
+        # [B, H, T, S]; without gradients no scores are saved for a backward pass.
         num_scores = math.prod(row.shape[:-1]) * row.num_keys if torch.is_grad_enabled() else 0
         modules = tuple(filter(None, [self._path()]))
         self._calls.append(replace(row, score_bytes=num_scores * dtype.itemsize, modules=modules))

@@ -118,6 +118,7 @@ def stacked(steps: Sequence[float], values: Mapping[str, Sequence[float]]) -> li
     for color, (name, heights) in enumerate(values.items()):
         if any(heights):
             above = [bottom + height for bottom, height in zip(below, heights, strict=True)]
+            # A closed outline: along the upper edge, and back along the lower edge.
             edge = [*zip(steps, above, strict=True), *reversed([*zip(steps, below, strict=True)])]
             series.append(Series(name, edge, color, is_area=True))
             below = above

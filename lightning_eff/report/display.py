@@ -31,8 +31,6 @@ FIGURES = {
     "batch_time_p90_s": ("time per batch (p90)", lambda x: f"{x * 1e3:.1f} ms"),
     "samples_per_s": ("samples/s", lambda x: f"{x:.1f}"),
     "tokens_per_s": ("tokens/s", human_count),
-    "padding_share": ("of them padding", lambda x: f"{x:.1%}"),
-    "real_tokens_per_s": ("real tokens/s", human_count),
     "flops_per_s": ("FLOP/s per device", human_count),
     "mfu": ("MFU", lambda x: f"{x:.1%}"),
     "peak_bytes": ("peak memory", human_bytes),
@@ -88,7 +86,7 @@ def run_verdict(report: Report) -> str:
     resumed = f"{first + 1} to {first + count}" if first and count else ""
     idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
     no_effect = f" No effect: {', '.join(idle)}." if idle else ""
-    losses = [(step, float(loss)) for step, loss in report.get("losses") or ()]
+    losses = [(step, float(loss)) for step, loss in report.get("losses") or ()]  # JSON has "nan" as text
     if losses and not math.isfinite(losses[-1][1]):
         last = next((step for step, loss in reversed(losses) if math.isfinite(loss)), 0)
         no_effect += f" The loss is {losses[-1][1]} after step {last}."

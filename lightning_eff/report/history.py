@@ -75,6 +75,7 @@ class Validation(History):
 
     def end(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the validation's metrics, after it has run."""
+        # From the second validation on, its metrics exist before it, so remember their names.
         self._names |= metrics.keys() - self._before
         for name in metrics:
             if name in self._names:

@@ -92,6 +92,7 @@ class LoggedFigures:
             for name, read in (("held_bytes", allocator.held_bytes), ("peak_bytes", allocator.peak_bytes)):
                 if num_bytes := read(self._meter.device):
                     self.history.add(name, step, num_bytes)
+        # A batch may take several optimizer steps, so `step % every` could miss the step that is due.
         is_due = every and step // every > self._last_step // every
         self._last_step = step
         if not is_due:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -60,6 +60,7 @@ class Probe:
         """Return whether counting is finished after `steps` optimizer steps of this fit."""
         if not isinstance(self._count, Recorder):
             return self.num_batches > 0
+        # Two batches too: with several steps per batch, the second batch holds state and activations at once.
         return steps >= 2 and self.num_batches >= 2
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
@@ -94,8 +95,6 @@ class Throughput:
         """Samples of each batch."""
         self.num_samples = 0
         self.num_tokens = 0
-        self.num_padded: int | Tensor = 0
-        """Padding tokens among them; a tensor on the batches' device, so that nothing waits for it."""
         self.first_batch_s = 0.0
         """Duration of the longest batch left out, which includes compilation."""
         self._mark_s = time.perf_counter()
@@ -105,13 +104,7 @@ class Throughput:
         self._mark_s = time.perf_counter()
 
     def finish_batch(
-        self,
-        num_samples: int,
-        num_tokens: int,
-        wait_s: float,
-        *,
-        num_padded: int | Tensor = 0,
-        left_out: bool = False,
+        self, num_samples: int, num_tokens: int, wait_s: float, *, left_out: bool = False
     ) -> None:
         """Record a batch that started at the end of the previous one, or at `restart`."""
         now = time.perf_counter()
@@ -123,26 +116,21 @@ class Throughput:
         self.samples.append(num_samples)
         self.num_samples += num_samples
         self.num_tokens += num_tokens
-        self.num_padded = self.num_padded + num_padded
         self.waits_s.append(wait_s)
 
     def summary(self) -> dict[str, float | int | None]:
         """Return medians, rates and fractions; None for figures that were not measured."""
         total_s = sum(self.batch_times_s)
         if total_s == 0.0:
-            names = (
-                "batch_time_s", "batch_time_p90_s", "samples_per_s", "tokens_per_s", "padding_share",
-                "data_wait_share",
-            )  # fmt: skip
+            names = ("batch_time_s", "batch_time_p90_s", "samples_per_s", "tokens_per_s", "data_wait_share")
             return dict.fromkeys(names) | {"num_batches": 0}
-        num_padded = int(self.num_padded)
         median_s, p90_s = np.quantile(self.batch_times_s, (0.5, 0.9)).tolist()
         return {
             "batch_time_s": median_s,
             "batch_time_p90_s": p90_s,
+            # Of the sum of all times: a mean of each batch's rate would favour small batches.
             "samples_per_s": self.num_samples / total_s,
             "tokens_per_s": self.num_tokens / total_s if self.num_tokens else None,
-            "padding_share": num_padded / self.num_tokens if num_padded else None,
             "data_wait_share": min(1.0, sum(self.waits_s) / total_s),
             "num_batches": len(self.batch_times_s),
         }
@@ -261,14 +249,13 @@ class Meter:
             self.is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
+        # Batches are counted first, then warmed up, then timed by part; hooks slow the module batches down.
         if self.times is not None and not self.times.is_done and not self.is_probing:
             left_out |= not self.times.is_typical
             if not self._num_warmup_batches:
                 self.times.end_batch(has_stepped=num_steps > self._num_steps)
         self._num_steps = num_steps
-        self.throughput.finish_batch(
-            num_samples, num_tokens, wait_s, num_padded=num_padded(batch), left_out=left_out
-        )
+        self.throughput.finish_batch(num_samples, num_tokens, wait_s, left_out=left_out)
 
     def pause(self, *, is_paused: bool) -> None:
         """Exclude validation from batch times: call with True before it, and with False after it."""
@@ -304,8 +291,6 @@ class Meter:
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
             figures[rate] = figures[rate] * world_size if figures[rate] is not None else None
-        if figures["padding_share"] is not None:
-            figures["real_tokens_per_s"] = figures["tokens_per_s"] * (1 - figures["padding_share"])
         flops, num_samples = self.probe.flops, self.samples_of_first_batch
         flops_per_sample = flops / num_samples if flops and num_samples else None
         has_rate = flops_per_sample and figures["samples_per_s"]
@@ -321,7 +306,6 @@ class Meter:
             "flops_per_s": flops_per_s,
             # MFU = achieved FLOP/s per device / peak FLOP/s of its data sheet
             "mfu": flops_per_s / published if flops_per_s and published else None,
-            "peak_flops_per_s": published,
             "peak_bytes": self.peak_bytes(),
             "peak_measured": "max_memory_allocated" if has_allocator else "live bytes of the first batches",
         }
@@ -348,16 +332,3 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
         if num_tokens is None and num_dims == 2 and tensor.dtype in INTEGERS:
             num_tokens = tensor.numel()
     return 1 if num_samples is None else num_samples, num_tokens or 0
-
-
-def num_padded(batch: object) -> int | Tensor:
-    """Count the padding tokens of a batch by its `attention_mask` [B, T]; 0 without one.
-
-    Example:
-        >>> int(num_padded({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}))
-        3
-    """
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return 0
-    return mask.numel() - mask.count_nonzero()

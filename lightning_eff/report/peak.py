@@ -115,7 +115,7 @@ class Peak:
             by_category=by_phase[phase],
             by_phase=by_phase,
             passing_bytes=max_passing,
-            holders=_holders(recorder, events[: 1 - at], block_bytes),
+            holders=_holders(recorder, events[: 1 - at], block_bytes),  # up to the peak, inclusive
             timeline=timeline,
         )
 

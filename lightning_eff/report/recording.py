@@ -242,7 +242,7 @@ class Recorder(LiveBytes):
 
     def _mark_activations(self, *, recomputed: bool) -> None:
         """Mark storages as activations if a forward pass allocated them and they are alive at its end."""
-        for index in self._index_of.values():
+        for index in self._index_of.values():  # only live storages
             allocation = self.allocations[index]
             in_forward = allocation.phase == FORWARD and allocation.operation
             if allocation.category == TEMPORARIES and (allocation.recomputed if recomputed else in_forward):

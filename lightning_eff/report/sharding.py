@@ -6,8 +6,6 @@ state, gradients and weights they shard (ZeRO's stages 1, 2, 3; FSDP2 is stage 3
 and in temporary buffers (strategy/_fsdp2.py and strategy/_zero_partitions.py). Shards include their padding,
 so the figures apply to the fullest device. No process is started, and nothing is allocated.
 
-tests/report/test_sharding.py compares weights and state with strategies on fake process groups.
-
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -46,6 +44,7 @@ class DeviceShare:
     def device(self, activations: float = 0) -> float:
         """Return an upper bound of the bytes on the device, with this many bytes of activations."""
         total = self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
+        # Late bytes take the place of freed activations: only the larger of the two counts.
         return total + max(0, activations - self.late)
 
 
@@ -91,6 +90,7 @@ class Sharding(ABC):
         """
         weights, gradients, optimizer = float(model.buffers_bytes), 0.0, 0.0  # buffers are replicated
         for weight, shard in self.shards(model, devices):
+            # Elements per device of state, gradient and weight, which stages 1, 2 and 3 shard.
             by_stage = [shard if self.stage >= divides else weight.numel for divides in (1, 2, 3)]
             weights += by_stage[2] * (itemsize or weight.itemsize)
             if weight.trained:

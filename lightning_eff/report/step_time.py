@@ -102,7 +102,7 @@ class Timeline:
             self._mark(self._open[-1])
 
     def pause(self, *, is_paused: bool) -> None:
-        """Stop counting, until it is called with False."""
+        """Stop counting; `is_paused=False` continues."""
         self._is_paused = is_paused
         self._mark(_PAUSED if is_paused else self._open[-1])
 
@@ -199,12 +199,12 @@ class StepTimes:
         self._schedule.close()
 
     def _measure(self) -> Generator[None, bool]:
-        """Take the three measurements one after the other; each `end_batch` resumes it."""
-        while not (yield):
+        """Take the three measurements one after the other; each `end_batch` resumes this generator."""
+        while not (yield):  # begin with a complete optimizer step
             pass
         with self._measuring() as self._parts:
             for num_batches in count(1):
-                if not (yield):
+                if not (yield):  # in the middle of an accumulation window
                     continue
                 self._parts.end_step(num_batches)
                 if num_batches >= NUM_BATCHES:
@@ -231,7 +231,11 @@ class StepTimes:
 
     @contextmanager
     def _measuring(self, mode: Callable[[Timeline], Any] | None = None) -> Generator[Timeline]:
-        """Attribute time to the parts of a step; forward and backward passes run inside the mode, if any."""
+        """Attribute time to the parts of a step.
+
+        Args:
+            mode: Makes a dispatch mode in which forward and backward passes run; None for none.
+        """
         timeline = self.timeline = Timeline(self._strategy.root_device)
         inner = nullcontext() if mode is None else mode(timeline)
 
@@ -251,6 +255,7 @@ class StepTimes:
 
         with ExitStack() as patches:
             patches.callback(setattr, self, "timeline", None)
+            # On the instance: its own attributes hide the class's methods, and are removed afterwards.
             for name, part in METHODS.items():
                 method = getattr(self._strategy, name)
                 patches.enter_context(patch.object(self._strategy, name, timed(method, part)))
@@ -288,7 +293,7 @@ class StepTimes:
         own_s: defaultdict[Key, float] = defaultdict(float)
         calls: Counter[Key] = Counter()
         for (part, name), seconds in timeline.seconds().items():
-            if part == FORWARD:
+            if part == FORWARD:  # hooks run in recomputations too, which are part of the backward pass
                 key = merged_path(name) or OUTSIDE, self._classes.get(name, "") if name else ""
                 own_s[key] += seconds
                 calls[key] += timeline.entered[part, name]
@@ -313,6 +318,7 @@ def _operation_figures(timeline: Timeline, batch_s: float) -> dict[str, Any]:
         seconds[kind] += value if kind else 0.0
     num_operations = sum(count for (_, kind), count in timeline.entered.items() if kind)
     return {
+        # At most 1: timing slows operations down, and `batch_s` is a batch at normal speed.
         "operations": {kind: min(1.0, seconds[kind] / batch_s) for kind in (PRODUCTS, POINTWISE)},
         "num_operations": num_operations,
         "operation_s": sum(seconds.values()) / num_operations if num_operations else None,

@@ -1,4 +1,4 @@
-"""A run that would learn nothing, or not everything, stops after its first step and names the parameters."""
+"""A run with parameters that learn nothing stops after its first step, and the error names them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_gradient_that_is_no_number_is_named(net: Callable[..., Net]) -> None:
 
 
 def test_a_step_that_the_scaler_skips_is_no_step(net: Callable[..., Net]) -> None:
-    """The first losses overflow float16 at the scaler's first scale, as they are meant to."""
+    """The first losses overflow float16 because of the scaler's initial scale."""
     plugin = AutoPrecision(precision="16-mixed")
     plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     model = net()

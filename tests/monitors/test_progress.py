@@ -1,4 +1,4 @@
-"""Progress: lines in a log, a bar on a terminal, nothing where it is switched off."""
+"""Progress: lines in a log, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_lines_come_when_they_are_due_and_at_the_end(
 
 
 def make_terminal(monkeypatch: pytest.MonkeyPatch, name: str = "xterm") -> None:
-    """Let the standard error output be a terminal of 200 columns."""
+    """Make the standard error output a terminal of 200 columns."""
     for key, value in {"TERM": name, "COLUMNS": "200", "NO_COLOR": "1", "TTY_COMPATIBLE": "1"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -69,7 +69,7 @@ def test_a_terminal_has_a_bar_with_memory_and_the_wait_for_data(
     assert re.search(r"data wait \d+%", frames[7])
 
 
-def test_a_run_that_fails_gives_the_cursor_back(
+def test_a_run_that_fails_restores_the_cursor(
     net: Callable[..., Net], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_terminal(monkeypatch)

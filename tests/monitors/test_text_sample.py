@@ -1,4 +1,4 @@
-"""TextSample: the same text for the same seed, nothing of the run changed, losses next to the entropy."""
+"""TextSample: equal seeds give equal texts, and the run does not change."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Advice of a run, followed: nothing is rejected, and what it saves is what was predicted."""
+"""The advice of a run: a following run accepts it, and saves the predicted bytes."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ import lightning_eff
 from lightning_eff.core.dtypes import DtypeSupport
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.precision.auto import AutoPrecision
-from lightning_eff.report.step_time import StepTimes
-from tests.support.reports import TIME
+from lightning_eff.report.advice import advise
 
 TOLERANCE = 0.05
-"""Of the peak: a replay does not know what a technique itself needs."""
+"""Fraction of the peak; a replay does not include the memory that a technique itself needs."""
 SAMPLES = 8
 
 
@@ -166,66 +166,59 @@ def test_advice_leaves_no_trace(tmp_path: Any) -> None:
     assert len(logged) - 1 == 3 < len(rows), "the check ran, and logged nothing"
 
 
-def fast_and_slow(products: float, pointwise: float, operation_s: float = 1.0) -> dict[str, Any]:
-    operations = {"matrix products": products, "pointwise operations": pointwise}
-    return TIME | {"operations": operations, "operation_s": operation_s, "num_operations": 9}
+def with_dropout() -> Net:
+    blocks = (nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1)) for _ in range(3))
+    return Net(nn.Sequential(*blocks), mean_square)
 
 
-KINDS: dict[str, tuple[dict[str, Any], tuple[Any, ...], set[str]]] = {
-    "pointwise": (fast_and_slow(0.2, 0.5), (), {"TorchCompile()"}),
-    "products": (fast_and_slow(0.5, 0.2), (), {"plugins=[AutoPrecision()]"}),
-    "small operations": (
-        fast_and_slow(0.2, 0.2, 1e-6),
-        (lightning_eff.MicroBatch(micro_batch_size=2),),
-        {"MicroBatch(micro_batch_size=4)"},
+SLOW, FAST = 1.0, 1e-6
+"""Mean seconds of an operation."""
+COMPILE, LOW_PRECISION = {"TorchCompile()"}, {"plugins=[AutoPrecision()]"}
+MEASURED: dict[str, tuple[Any, list[tuple[float, float, float, bool, set[str]]]]] = {
+    "float32": (
+        AutoPrecision(precision="32-true"),
+        [
+            (0.2, 0.5, SLOW, True, COMPILE),
+            (0.5, 0.2, SLOW, True, LOW_PRECISION),
+            (0.5, 0.2, SLOW, False, set()),
+            (0.5, 0.2, FAST, True, set()),
+        ],
     ),
-    "large operations": (fast_and_slow(0.2, 0.2), (lightning_eff.MicroBatch(micro_batch_size=2),), set()),
-    "compiled": (
-        fast_and_slow(0.2, 0.5),
-        (lightning_eff.TorchCompile(backend="eager"),),
-        set(),
+    "bfloat16": (AutoPrecision(precision="bf16-mixed"), [(0.9, 0.1, SLOW, True, set())]),
+    "micro-batches": (
+        lightning_eff.MicroBatch(micro_batch_size=2),
+        [(0.2, 0.2, FAST, True, {"MicroBatch(micro_batch_size=4)"}), (0.2, 0.2, SLOW, True, set())],
     ),
+    "compiled": (lightning_eff.TorchCompile(backend="eager"), [(0.2, 0.5, SLOW, True, set())]),
+    "dropout": (None, [(0.1, 0.9, SLOW, True, set())]),
 }
+"""By run: its technique, and rows of (share of products, of pointwise operations, seconds of an operation,
+whether the device computes bfloat16, expected advice)."""
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", MEASURED)
 def test_what_takes_the_time_decides_what_would_save_it(
-    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time, techniques, expected = KINDS[kind]
-    monkeypatch.setattr(StepTimes, "summary", lambda _: time)
-    native = DtypeSupport(native=True, why="this CPU computes bfloat16")
-    monkeypatch.setattr("lightning_eff.core.dtypes.dtype_support", lambda *_: native)
-    report = run(layers(Net, mean_square), data("vectors"), tmp_path, *techniques)
-    for_time = {row["try"] for row in report["advice"] if row["saved_bytes"] is None}
-    assert for_time - {"DataPreload()"} == expected
-
-
-def test_low_precision_is_not_suggested_where_it_is_on_or_emulated(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StepTimes, "summary", lambda _: fast_and_slow(0.9, 0.1))
-    for native, precision, is_suggested in (
-        (True, "32-true", True),
-        (True, "bf16-mixed", False),
-        (False, "32-true", False),
-    ):
-        support = DtypeSupport(native=native, why="")
-        monkeypatch.setattr("lightning_eff.core.dtypes.dtype_support", lambda *_, support=support: support)
-        plugin = AutoPrecision(precision=precision)
-        report = run(layers(Net, mean_square), data("vectors"), tmp_path, plugins=[plugin])
-        assert ("AutoPrecision" in str(report["advice"])) is is_suggested
-
-
-def test_compiling_is_not_suggested_for_dropout_on_a_cpu(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StepTimes, "summary", lambda _: fast_and_slow(0.1, 0.9))
-    for p, is_suggested in ((0.0, True), (0.1, False)):
-        net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout(p)) for _ in range(3)))
-        report = run(Net(net, mean_square), data("vectors"), tmp_path)
-        assert ("TorchCompile" in str(report["advice"])) is is_suggested
+    technique, rows = MEASURED[case]
+    support = "lightning_eff.core.dtypes.dtype_support"
+    monkeypatch.setattr(support, lambda *_: DtypeSupport(native=True, why=""))
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "lightning_eff.monitors.efficiency_report.advise", lambda *given: asked.append(given) or []
+    )
+    model = with_dropout() if case == "dropout" else layers(Net, mean_square)
+    plugins = [technique] if isinstance(technique, AutoPrecision) else []
+    callbacks = [technique] if technique is not None and not plugins else []
+    run(model, data("vectors"), tmp_path, *callbacks, plugins=plugins)
+    ((observed, ledger),) = asked
+    for products, pointwise, operation_s, is_native, expected in rows:
+        monkeypatch.setattr(support, lambda *_, native=is_native: DtypeSupport(native=native, why=""))
+        time = {"operations": {"matrix products": products, "pointwise operations": pointwise}}
+        time |= {"operation_s": operation_s, "num_operations": 9}
+        advice = advise(replace(observed, time=time), ledger)
+        assert {row["try"] for row in advice if row["saved_bytes"] is None} - {"DataPreload()"} == expected
 
 
 def test_what_is_in_use_is_not_suggested_nor_what_it_excludes(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""The kernel that computed attention is found, with a remedy where it is quadratic."""
+"""The report names the kernel that computed attention, with a remedy if it is quadratic."""
 
 from __future__ import annotations
 

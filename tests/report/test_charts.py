@@ -1,4 +1,4 @@
-"""Charts: areas stand on each other, names stay apart, and any finite values have an axis with ticks."""
+"""Charts: areas are stacked, names do not overlap, and any finite values get an axis with ticks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_areas_are_stacked() -> None:
     assert zero - top == pytest.approx(10 * (zero - float(below[0][1])), rel=0.01), "100 MiB are ten times 10"
 
 
-def test_names_of_dots_are_apart_and_beside_the_chart() -> None:
+def test_names_of_dots_do_not_overlap_and_are_next_to_the_chart() -> None:
     names = [f"technique {number} with a long name" for number in range(20)]
     chart = scatter("a", "b", dict.fromkeys(names, (1.0, 1.0)), names[0], "x", "y")
     heights = [dot["label_y"] for dot in chart["dots"]]

@@ -1,4 +1,4 @@
-"""A report shown: verdicts and text, the page's charts with units and the baseline, hostile names escaped."""
+"""A report as text and as a page: verdicts, charts with units and the baseline, hostile names escaped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHARTS = {
     "Data wait": "ms a batch", "Loss": "loss", "Validation: accuracy": "accuracy",
     "Learning rate": "learning rate", "Gradient norm": "gradient norm",
 }  # fmt: skip
-"""Title, and unit of the vertical axis."""
+"""Unit of the vertical axis, by title."""
 
 
 def full_report(**changes: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def full_report(**changes: Any) -> dict[str, Any]:
     return make_report(**report | {"memory": MEMORY} | changes)
 
 
-def test_each_chart_has_a_title_axes_with_units_and_a_text_for_those_who_do_not_see_it() -> None:
+def test_each_chart_has_a_title_axes_with_units_and_an_alternative_text() -> None:
     page = report_page(full_report())
     reader = Reader(page)
     labels = [value for name, value in reader.attributes if name == "aria-label"]
@@ -48,7 +48,7 @@ def test_each_chart_has_a_title_axes_with_units_and_a_text_for_those_who_do_not_
     words = {"optimizer step", "timed batch", "allocation events", "peak allocated so far"}
     assert {*CHARTS, *CHARTS.values(), *labels, *words} <= {*reader.text}
     marks = re.findall(r'class="mark" x1="([0-9.]+)".*?<title>(.*?)</title>', page)
-    # 400 units for the events 1 to 11, from 72 on.
+    # The axis has 400 units for the events 1 to 11, starting at 72.
     assert marks == [("392.0", "end of the step"), ("232.0", "peak: 100.0 MiB")]
     cells = [text for text in reader.text[reader.text.index("category") :] if text.strip()]
     assert cells[cells.index("total") :][:4] == ["total", "100.0 MiB", "10 B", "10 B"]
@@ -160,7 +160,7 @@ HOSTILE = """</pre></title><script src="http://evil">alert('&amp;')</script><lin
 
 
 def everything(word: str) -> dict[str, Any]:
-    """Return the keys of a report that make charts, tables and sections, with a word for each text."""
+    """Return the parts of a report that become charts, tables and sections; every text is `word`."""
     line = [[1, 4.0], [2, 3.0]]
     holder = HOLDER | {"category": word, "name": word}
     out_of_memory = {"sentences": [word], "overrides": [word], "holders": [holder]}

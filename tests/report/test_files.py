@@ -1,4 +1,4 @@
-"""The files of a run's report, also of one that failed before it began."""
+"""The files of a run's report, also of a run that failed before its first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_run_that_was_out_of_memory_before_it_began_has_a_page(tmp_path: Path)
     assert "<p>Out of memory during setup</p>" in page
 
 
-def test_a_report_that_is_there_keeps_what_it_has(tmp_path: Path) -> None:
+def test_an_existing_report_keeps_its_content(tmp_path: Path) -> None:
     write_report(tmp_path, make_report(losses=[[1, 2.0], [2, 1.0]]))
     (tmp_path / "resolved.yaml").write_text("seed: <1>")
     add_out_of_memory(tmp_path, "lm", "MemoryError", FOUND)

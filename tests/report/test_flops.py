@@ -1,4 +1,4 @@
-"""FLOPs by hand, forward and backward, and of a predicted step."""
+"""Counted FLOPs equal those computed by hand, forward and backward, also in a predicted step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_products_that_are_added_in_place_count() -> None:
 
 
 def test_products_with_a_wider_result_count() -> None:
-    """As on CUDA; torch 2.13's own counter raises a TypeError."""
+    """CUDA uses these overloads; torch 2.13's own counter raises a TypeError."""
     with FakeTensorMode(), FlopCount() as counted:
         a, b, total = torch.empty(4, 5).half(), torch.empty(5, 6).half(), torch.empty(4, 6)
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -82,7 +82,7 @@ def blocks(*, again: bool) -> nn.Module:
 
 
 def test_a_prediction_counts_the_same_and_recomputing_is_one_more_forward_pass() -> None:
-    """All products but each block's last run again: 4 next to 8 forward, 8 for weights and 7 for inputs."""
+    """Each block's first product runs again: 4 in addition to 8 forward, 8 for weights and 7 for inputs."""
 
     def step(net: nn.Module, x: Tensor) -> Tensor:
         return net(x).square().mean()

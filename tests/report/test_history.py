@@ -1,4 +1,4 @@
-"""Series of a run: every value of a short one, means of a long one; a loss for each optimizer step."""
+"""The curve of losses: one value per optimizer step, and means of several steps in a long run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,8 @@ import torch
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
-from lightning_eff.report.history import NUM_LOSSES, NUM_POINTS, History, Losses
+from lightning_eff.report.history import NUM_LOSSES, Losses
 from tests.support.models import Net, make_loader, make_trainer
-
-
-def test_a_long_series_has_means_of_equal_stretches() -> None:
-    history = History()
-    for step in range(1, 100_001):
-        history.add("a", step, 2.0 * step)
-    history.add("b", 7, 1.0)
-    series = history.series()
-    assert NUM_POINTS // 2 <= len(series["a"]) <= NUM_POINTS
-    stretch = series["a"][0][0]
-    assert series["a"][:2] == [(stretch, stretch + 1.0), (2 * stretch, 3 * stretch + 1.0)]
-    assert series["a"][-1][0] == 100_000
-    assert series["b"] == [(7, 1.0)]
 
 
 def test_a_long_run_keeps_means_of_its_losses() -> None:
@@ -37,7 +24,6 @@ def test_a_long_run_keeps_means_of_its_losses() -> None:
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["lightning's windows", "exact ones"])
-@pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 def test_the_report_has_the_loss_of_each_step(tmp_path: object, *, ours: bool) -> None:
     window = 2
     model, monitor = Net(dropout=0.0), EfficiencyReport(dirpath=str(tmp_path))

@@ -1,4 +1,4 @@
-"""What the loggers get is what was trained with, computed by hand."""
+"""Loggers get the learning rate, gradient norm, throughput and memory of the run, computed by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EFF = ("learning_rate", "gradient_norm", "samples_per_second", "data_wait", "mem
 
 
 class ByHand(Net):
-    """Keeps the rate and, in float64, the gradient's norm of each step."""
+    """Keeps each step's learning rate and its gradient norm in float64."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -39,14 +39,14 @@ class ByHand(Net):
         self.norms.append(float(torch.linalg.vector_norm(torch.cat(gradients))))
 
 
-def test_each_logger_of_a_plain_trainer_gets_the_numbers_of_the_steps_that_are_logged(
+def test_each_logger_of_a_plain_trainer_gets_the_figures_of_the_logged_steps(
     net: Callable[..., Net], tmp_path: Path, clock: SimpleNamespace
 ) -> None:
     torch.manual_seed(1)
     model, report = ByHand(), EfficiencyReport(dirpath=tmp_path)
 
     class Ticks(torch.utils.data.Dataset[Any]):
-        """Each batch of 4 takes 2 seconds, half a second of it a wait."""
+        """Each batch of 4 takes 2 seconds, of which half a second is a wait for data."""
 
         data = make_loader().dataset
 
@@ -95,7 +95,7 @@ def test_each_logger_of_a_plain_trainer_gets_the_numbers_of_the_steps_that_are_l
 
 
 class Adversarial(Net):
-    """Two optimizers, which step apart."""
+    """Two optimizers in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()

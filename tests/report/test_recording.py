@@ -1,4 +1,4 @@
-"""Live bytes and their record by hand: what counts once, what leaves, categories, phases and modules."""
+"""Live bytes and their record, compared to counts by hand: aliases, frees, categories, phases, modules."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_operations_are_in_their_modules_in_the_backward_pass_too() -> None:
 
 
 def test_recomputed_tensors_are_activations_again() -> None:
-    """In the backward pass relu's result of 400 bytes is there again, which the forward pass had dropped."""
+    """The backward pass computes relu's result of 400 bytes again, which the forward pass had dropped."""
     plain, recomputed = (record(Net(recomputed=each), None, 1) for each in (False, True))
     kept = {each.operation for each in plain.allocations if each.category == "activations"}
     assert kept == {"relu", "sum", "ones_like"}

@@ -1,4 +1,4 @@
-"""What each of many devices keeps, by hand; two real ranks are in test_sharding_on_two_ranks.py."""
+"""Bytes per device, compared to arithmetic by hand; test_sharding_on_two_ranks.py measures two real ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_device_keeps(scheme: Sharding, expected: dict[str, float]) -> None:
     assert share(scheme) == expected
 
 
-def test_what_comes_after_activations_counts_only_where_it_is_larger() -> None:
+def test_late_buffers_and_activations_share_memory_so_only_the_larger_counts() -> None:
     found = ZeroMemory(stage=2).share(MODEL, 4)
     kept = 160 + 120 + 160 + 64  # weights, state, a bucket and the gradient that is copied into it
     assert [found.device(activations) for activations in (0, 200, 300)] == [
@@ -83,7 +83,7 @@ def test_what_comes_after_activations_counts_only_where_it_is_larger() -> None:
     assert ZeroMemory(stage=2).share(MODEL, 4, accumulates=True).late == 160
 
 
-def test_in_a_window_whole_gradients_wait_in_fsdp2_unless_each_micro_batch_is_reduced() -> None:
+def test_fsdp2_keeps_full_gradients_in_a_window_unless_each_micro_batch_is_reduced() -> None:
     waits = share(FSDP2Memory(compute_itemsize=2), accumulates=True)
     assert waits["gradients"] == 80
     assert "buffers" not in waits
@@ -94,7 +94,7 @@ def test_frozen_padded_and_gathered() -> None:
     frozen = Weight(rows=4, numel=16, trained=False, block=0)
     adapters = ModelWeights((MODEL.weights[0], frozen, frozen))
     assert share(ZeroMemory(stage=2, **BF16), model=adapters)["optimizer"] == 2 * 12
-    # Of 3 x 5 elements each of 4 devices has a row of 5, or 4 of 15 in a row, of which one is missing.
+    # 3 x 5 elements on 4 devices: FSDP2 shards rows of 5; ZeRO cuts 15 elements, padded to 16, into 4.
     odd = ModelWeights((Weight(rows=3, numel=15),))
     assert share(FSDP2Memory(), model=odd)["weights"] == 20
     assert share(ZeroMemory(stage=3, bucket=0, persistent=0), model=odd)["weights"] == 16
@@ -104,7 +104,7 @@ def test_frozen_padded_and_gathered() -> None:
     )
 
 
-def test_a_model_is_its_weights() -> None:
+def test_a_models_weights_are_read_with_tied_ones_once() -> None:
     embedding, norm, hidden = nn.Embedding(100, 64), nn.LayerNorm(64), nn.Linear(64, 64)
     head = nn.Linear(64, 100, bias=False)
     head.weight = embedding.weight
@@ -131,7 +131,9 @@ def test_a_model_is_its_weights() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*on the CPU already")
-def test_an_optimizers_state_is_found_by_a_step(factory: Any, of_hidden: float, of_embedding: float) -> None:
+def test_a_step_finds_the_size_of_an_optimizers_state(
+    factory: Any, of_hidden: float, of_embedding: float
+) -> None:
     net = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 2, bias=False))
     model = ModelWeights.of(net, (), build(net, functools.partial(factory, lr=1e-3)))
     assert [w.state_bytes / w.numel for w in model.weights[:2]] == pytest.approx([of_embedding, of_hidden])

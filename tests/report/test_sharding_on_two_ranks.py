@@ -1,6 +1,6 @@
-"""What a rank of two needs is at most what was predicted, and at least five sixths of it.
+"""Each of two ranks needs at most the predicted memory, and at least five sixths of it.
 
-A gradient that autograd frees late, which depends on the threads' timing, may come on top.
+A gradient that autograd frees late is extra; it depends on the timing of threads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Stack(pl.LightningModule):
 
 
 class Resized(LiveBytes, pl.Callback):
-    """Also count that FSDP2 resizes storages, which is no operation; from the second step on."""
+    """Also count storages that FSDP2 resizes, which is no operation; measure from the second step on."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Parts of a step, modules and operations by a clock that the test turns; the same by events of a stream."""
+"""Times of a step's parts, modules and operations on a clock that the test controls, and by CUDA events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Clock = SimpleNamespace
 
 
 class Sleep(nn.Module):
-    """Takes some seconds, before those of the modules in it."""
+    """Takes some seconds, and then calls its submodules."""
 
     def __init__(self, clock: Clock, seconds: float, *inside: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Sleep(nn.Module):
 
 
 class Strategy:
-    """Has the methods of Lightning's that are parts of a step, each of which takes some seconds."""
+    """Has the strategy methods that are parts of a step; each takes some seconds."""
 
     def __init__(self, clock: Clock, module: nn.Module, device: torch.device) -> None:
         self.clock, self.lightning_module, self.root_device = clock, module, device
@@ -64,7 +64,7 @@ class Strategy:
 
 
 class Event:
-    """Stands for a CUDA event: knows when the stream reaches it, and only after it was waited for."""
+    """Replaces a CUDA event: its time can be read only after a wait for the device."""
 
     clock: Clock
     num_waits = 0
@@ -86,7 +86,7 @@ class Event:
 def train(
     clock: Clock, module: nn.Module, *, num_batches: int, device: torch.device = CPU, **keywords: Any
 ) -> Meter:
-    """Train with two batches a step: 2 s to load one, 1 s to move it, two passes, 4 s of callbacks."""
+    """Train with two batches per step: 2 s to load a batch, 1 s to move it, two passes, 4 s of callbacks."""
     strategy, loop = Strategy(clock, module, device), Fetching()
     settings: dict[str, Any] = {"num_warmup_batches": 0, "is_counted": True} | keywords
     meter = Meter(device, loop, strategy=strategy, **settings)
@@ -110,7 +110,7 @@ def train(
         strategy.lightning_module(torch.ones(2, 2))  # validation
         meter.pause(is_paused=False)
     meter.close()
-    assert not METHODS.keys() & vars(strategy).keys(), "its own methods are back"
+    assert not METHODS.keys() & vars(strategy).keys(), "the class's methods are restored"
     return meter
 
 

@@ -1,4 +1,4 @@
-"""Read what is kept in benchmarks/, and write its frames in docs/benchmarks/: tables, machines, commands."""
+"""Read the results in benchmarks/, and generate their frames in docs/benchmarks/: table, machine, command."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FOLDER, PAGES = ROOT / "benchmarks", ROOT / "docs" / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 COMPARE = "compare_"
 VERSIONS = {"python", "triton", *PACKAGES}
-"""What is a version in an `environment`, where the command line has all in one."""
+"""Keys of an `environment` that are versions."""
 
 
 def script(name: str) -> dict[str, Any]:
-    """Return what a script defines, without measuring."""
-    sys.path.insert(0, str(FOLDER))  # as where it is run by its path
+    """Return the global names of a script, without measuring."""
+    sys.path.insert(0, str(FOLDER))  # Python does the same for `python benchmarks/NAME.py`
     try:
         return runpy.run_path(str(FOLDER / f"{name}.py"), run_name="benchmark")
     finally:
@@ -36,7 +36,7 @@ def script(name: str) -> dict[str, Any]:
 
 @cache
 def kept() -> dict[str, dict[str, Any]]:
-    """Return the content of every file by its stem; results of GPUs lie in benchmarks/gpu/results."""
+    """Return the content of every result file by its stem; GPU results are in benchmarks/gpu/results."""
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"))}
 
 
@@ -48,13 +48,13 @@ def comparisons() -> Iterator[tuple[dict[str, Any], list[ComparisonRow]]]:
 
 
 def versions(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of what was measured, by package."""
+    """Return the package versions of a measurement."""
     environment = content.get("environment", {})
     return content.get("versions") or {k: v for k, v in environment.items() if k in VERSIONS}
 
 
 def stated(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the command, the date and the machine of a measurement, wherever they are in its file."""
+    """Return a measurement with command, date and machine as top-level keys."""
     return {**content.get("environment", {}), **content}
 
 
@@ -72,7 +72,7 @@ def measured_on(content: Mapping[str, Any]) -> str:
 
 
 def page_of(name: str) -> str | None:
-    """Return the page that holds a benchmark, with the anchor of its heading; None for no benchmark."""
+    """Return page and anchor of a benchmark; None if no page has it."""
     for page in sorted(PAGES.glob("*.md")):
         before, marker, _ = page.read_text(encoding="utf-8").partition(f"from benchmarks/{name} -->")
         if marker:
@@ -82,22 +82,22 @@ def page_of(name: str) -> str | None:
 
 
 def anchor(heading: str) -> str:
-    """Return the anchor of a heading, as GitHub and the site make it."""
+    """Return the anchor that GitHub and the site generate for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
 def frame(source: str) -> str:
-    """Return what is between the markers of a page: of a benchmark, or of all comparisons."""
-    with redirect_stdout(io.StringIO()):  # tables are as wide as they are, not as a terminal is
+    """Return the frame of a benchmark, or of all comparisons."""
+    with redirect_stdout(io.StringIO()):  # not a terminal, so tables are not cut to a terminal's width
         if source == "benchmarks/compare":
-            return "\n\n".join(_comparisons()) or "No comparison has been kept yet."
+            return "\n\n".join(_comparisons())
         name = source.rpartition("/")[2]
         content = kept()[name]
-        return f"{_block(script(name)['table'](content))}\n\n{measured_on(content)}"
+        return f"```text\n{script(name)['table'](content)}\n```\n\n{measured_on(content)}"
 
 
 def outdated(content: Mapping[str, Any]) -> list[str]:
-    """Return the packages of which constraints.txt has another minor release than what was measured."""
+    """Return the packages whose minor release differs from constraints.txt's."""
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     tested = dict(re.findall(r"^(torch|lightning|triton)==([\w.]+)", text, re.MULTILINE))
     pairs = {name: (version, tested[name]) for name, version in versions(content).items() if name in tested}
@@ -106,10 +106,6 @@ def outdated(content: Mapping[str, Any]) -> list[str]:
         for name, (measured, now) in pairs.items()
         if measured.split(".")[:2] != now.split(".")[:2]
     ]
-
-
-def _block(text: str) -> str:
-    return f"```text\n{text}\n```"
 
 
 def _comparisons() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Exact counts of what a call does: its operators, and the bytes that it leaves alive."""
+"""Count exactly: a call's operators, and the bytes that it leaves alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run out of memory on purpose, in a model that has all state which a second attempt must restore."""
+"""A model that runs out of memory on purpose, and has every kind of state that a retry must restore."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 
 class Fault:
-    """Runs out of memory in a phase: where there are more than `limit` samples, or `at` the n-th time."""
+    """Runs out of memory in one phase: for more than `limit` samples, or in the phase's `at`-th run."""
 
     def __init__(self, phase: str = "", *, limit: int = 10**9, at: int = -1, times: int = 1) -> None:
         self.phase, self.limit, self.at, self.times = phase, limit, at, times
@@ -43,7 +43,7 @@ class Fault:
 
 
 class _InBackward(torch.autograd.Function):
-    """Meets the fault in the middle of a backward pass, when some gradients exist already."""
+    """Meets the fault in the middle of a backward pass, when some gradients already exist."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
@@ -57,7 +57,7 @@ class _InBackward(torch.autograd.Function):
 
 
 class SGD(torch.optim.SGD):
-    """Meets the fault when half of the parameters are updated, and when all of them are."""
+    """Meets the fault after half of the parameters are updated, and after all are."""
 
     def __init__(self, params: Any, fault: Fault) -> None:
         super().__init__(params, lr=0.05, momentum=0.9)
@@ -83,7 +83,7 @@ class SGD(torch.optim.SGD):
 
 
 class StatefulModel(pl.LightningModule):
-    """Has random state, buffers, metrics, lists and attributes that a second attempt must restore."""
+    """Has random state, buffers, metrics, lists and attributes that a retry must restore."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         super().__init__()

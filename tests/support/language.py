@@ -1,4 +1,4 @@
-"""Train a small language model step by step as a plain loop does: the reference in float64 (T1)."""
+"""Train a small language model with a plain loop: the reference in float64 (tolerance class T1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_SAMPLES, BATCH_SIZE, LENGTH, VOCAB_SIZE = 26, 2, 5, 7
 
 
 def token_rows(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
-    """Return token rows and targets, uneven numbers of which are to be ignored (-100), in some rows all."""
+    """Return tokens and targets; each row ignores another number of targets (-100), some rows all of them."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(0, VOCAB_SIZE, (num_samples, LENGTH), generator=generator)
     y = torch.randint(0, VOCAB_SIZE, (num_samples, LENGTH), generator=generator)
@@ -27,7 +27,7 @@ def token_rows(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
 
 
 class LanguageModel(pl.LightningModule):
-    """A language model of two layers; returns the mean over tokens and, if `weighted`, their number."""
+    """A language model of two layers; the loss is a mean over tokens; if `weighted`, it returns their number."""
 
     def __init__(self, weighted: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def language_model(weighted: bool) -> LanguageModel:
 
 
 def window_batches(window: int, num_batches: int) -> Iterator[list[int]]:
-    """Yield the batches of each step, epoch after epoch; the last window of an epoch has what is left."""
+    """Yield the batches of each step, epoch after epoch; an epoch's last window may have fewer batches."""
     while True:
         for first in range(0, num_batches, window):
             yield list(range(first, min(first + window, num_batches)))
@@ -74,7 +74,7 @@ def window_batches(window: int, num_batches: int) -> Iterator[list[int]]:
 def train_windows(
     model: LanguageModel, size: int, window: int, clip: float | None, num_steps: int, num_batches: int
 ) -> None:
-    """Train on each window of batches of so many rows as one batch: no accumulation, weights or division."""
+    """Train on each window as one large batch: no accumulation, weights or division."""
     x, y = token_rows(num_batches * size)
     (optimizer,), (schedule,) = model.configure_optimizers()
     for batches in itertools.islice(window_batches(window, num_batches), num_steps):

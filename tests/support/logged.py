@@ -1,4 +1,4 @@
-"""Read back what loggers wrote of `eff/...`, by step and name."""
+"""Read the logged figures `eff/...` back, by step and name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def rows_of(folder: Path) -> dict[int, dict[str, float]]:
-    """Return what a CSVLogger wrote."""
+    """Return the figures that a CSVLogger wrote."""
     rows = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
     return {
         int(row["step"]): {key[4:]: float(value) for key, value in row.items() if key[:4] == "eff/" and value}
@@ -17,7 +17,7 @@ def rows_of(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def events_of(folder: Path) -> dict[int, dict[str, float]]:
-    """Return what TensorBoard reads."""
+    """Return the figures that TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder))

@@ -1,4 +1,4 @@
-"""Tables in Markdown, as pages that a machine writes need them."""
+"""Make Markdown tables for generated pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return text in which names like `_target_` are code, not emphasis, and `|` ends no cell.
+    """Return text with `|` escaped, and names such as `_target_` as code instead of emphasis.
 
     Example:
         >>> quoted("set x._target_=A, or `_partial_`")

@@ -70,7 +70,7 @@ class Deep(Net):
 
 
 def seeded(kind: type[Made], *, seed: int = 1, **keywords: Any) -> Made:
-    """Return a model with weights that depend on the seed alone, before a random state that does not."""
+    """Return a model whose weights depend only on the seed, and set a random state that does not."""
     torch.manual_seed(seed)
     model = kind(**keywords)
     torch.manual_seed(2)
@@ -101,7 +101,7 @@ def make_trainer(**keywords: object) -> pl.Trainer:
 def fit(
     model: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None, **keywords: Any
 ) -> pl.Trainer:
-    """Train for ten steps or, as the Trainer's keywords say, for more or for whole epochs."""
+    """Train for ten steps, or as long as the Trainer's keywords say."""
     resumed = keywords.pop("ckpt_path", None)
     steps = {"max_steps": -1} if "max_epochs" in keywords else {}
     trainer = make_trainer(callbacks=list(callbacks), **(steps | keywords))

@@ -1,7 +1,7 @@
 """Write the examples as notebooks: `python -m tests.support.notebooks FOLDER`.
 
-An example is a script in percent format: `# %% [markdown]` begins a cell of text, whose lines are comments,
-and `# %%` one of code. A notebook is JSON in the format that Jupyter calls 4.5, without outputs.
+An example is a script in percent format: `# %% [markdown]` begins a text cell, whose lines are comments, and
+`# %%` a code cell. A notebook is JSON in Jupyter's format 4.5, without outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def cells(script: str) -> Iterator[tuple[str, str]]:
-    """Yield the cells of a script as `markdown` or `code`, and their source.
+    """Yield kind (`markdown` or `code`) and source of each cell.
 
     Example:
         >>> list(cells("# %% [markdown]\\n# # Title\\n#\\n# Text.\\n\\n# %%\\nx = 1\\n\\n# %%\\nprint(x)"))
@@ -36,7 +36,7 @@ def cells(script: str) -> Iterator[tuple[str, str]]:
 
 
 def notebook(script: str) -> dict[str, Any]:
-    """Return the notebook of a script, as JSON has it."""
+    """Return a script's notebook as plain values for JSON."""
     found: list[dict[str, Any]] = []
     for index, (kind, source) in enumerate(cells(script)):
         cell = {"cell_type": kind, "id": f"cell-{index}", "metadata": {}}
@@ -47,7 +47,7 @@ def notebook(script: str) -> dict[str, Any]:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write a notebook for each example, and return their files."""
+    """Write a notebook for each example; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{example.stem}.ipynb" for example in EXAMPLES]
     for example, path in zip(EXAMPLES, written, strict=True):

@@ -1,8 +1,8 @@
-"""Write what a machine writes in docs/: the frames of pages, and tables of all techniques and recipes.
+"""Generate the frames in docs/: technique pages, tables of techniques and recipes, benchmarks, the API.
 
-A technique's frame is what files say already: the docstring of its module, the comments of its YAML, its
-rules, and the rows of `benchmarks/compare_*.json`. A benchmark's is the table of its figures (benchmarks.py).
-A frame lies between two markers; the rest is written by hand.
+A frame is the generated text between two markers; the rest of a page is written by hand. A technique's frame
+is generated from its module's docstring, the comments in its YAML, its rules, and the rows of
+`benchmarks/compare_*.json`. A benchmark's frame is the table of its figures (benchmarks.py).
 """
 
 from __future__ import annotations
@@ -39,24 +39,18 @@ SLOT = {
     "optimizer": "`OptimizerChoice(optimizer=functools.partial({name}, lr=1e-3))`",
     "scheduler": "`OptimizerChoice(scheduler=functools.partial({name}, warmup_steps=100))`",
 }
-"""How a class of each group is given to Lightning; `name` is the class."""
+"""How to pass a class of each group to Lightning; `name` is the class."""
 
 SHOWN = (
-    "baseline",
-    "the recipe as it is",
-    "gradient_checkpointing",
-    "micro_batch",
-    "tiled_loss",
-    "torch_compile",
-    "precision=auto",
-    "combined",
-)
+    "baseline", "the recipe as it is", "gradient_checkpointing", "micro_batch", "tiled_loss", "torch_compile",
+    "precision=auto", "combined",
+)  # fmt: skip
 """Rows of the comparison that README shows."""
 COMPARED = HEADER[:-1]
 
 
 def pages() -> dict[Path, str]:
-    """Return every page that has frames, with the text that each of them should have."""
+    """Return every page that has frames, with its up-to-date text."""
     found: dict[Path, str] = {}
     for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
@@ -71,7 +65,7 @@ def pages() -> dict[Path, str]:
 
 
 def framed(source: str, *, is_alone: bool = True) -> str:
-    """Return a frame with its markers, from the name of a technique or of something else that is written."""
+    """Return a frame with its markers, by the name of its source, for example a technique."""
     written = {
         "techniques": techniques_table,
         "recipes": recipes_table,
@@ -91,7 +85,7 @@ def framed(source: str, *, is_alone: bool = True) -> str:
 
 
 def technique_frame(name: str, *, is_alone: bool) -> str:
-    """Return what is known about a technique, in Markdown; all of it where the frame is the whole page."""
+    """Return a technique's frame in Markdown; with the full docstring if the page has no other text."""
     group = name.partition("/")[0]
     summary, body, sections = card(name)
     entry = next(entry for entry in catalog.options() if entry.name == name)
@@ -137,14 +131,14 @@ def card(name: str) -> tuple[str, str, dict[str, str]]:
 
 
 def presets(name: str) -> list[Path]:
-    """Return the files of options that are settings of a technique, as `cosine` is of `warmup_decay`."""
+    """Return the option files that are presets of a technique, as `cosine` is of `warmup_decay`."""
     option = name.rpartition("/")[2]
     files = sorted(yaml_of(name).parent.glob("*.yaml"))
     return [file for file in files if option in (yaml.safe_load(file.read_text()).get("defaults") or ())]
 
 
 def rules(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the combinations that the rules of a technique, as its YAML constructs it, know about."""
+    """Yield found combination, verdict and remedies of a technique's rules, with its YAML's arguments."""
     written = {k: v for k, v in yaml.safe_load(yaml_of(name).read_text()).items() if not k.startswith("_")}
     kind = class_of(name)
     technique: Any = (
@@ -167,7 +161,7 @@ def rules(name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def described(rule: Rule) -> str:
-    """Return what a rule is about, as a link where there is a page, in words elsewhere."""
+    """Return the subject of a rule: a link if it has a page, otherwise words."""
     group, _, rest = rule.name.partition("/")
     if rule.name in TECHNIQUES:
         return f"[`{rule.name}`]({rest}.md)"
@@ -176,7 +170,7 @@ def described(rule: Rule) -> str:
 
 
 def measured(name: str) -> str:
-    """Return the rows in which a technique was compared, or that there are none."""
+    """Return the rows of comparisons that have a technique, or a sentence that there are none."""
     group, _, option = name.partition("/")
     names = [option, *(file.stem for file in presets(name))]
     wanted = {option} if group == "callbacks" else {f"{group}={word}" for word in names}
@@ -196,7 +190,7 @@ def measured(name: str) -> str:
 
 
 def techniques_table() -> str:
-    """Return one line a technique: what it saves, what it costs, and when it is not worth it."""
+    """Return one row per technique: what it saves, what it costs, and when it is not worth using."""
     rows = []
     for name in TECHNIQUES:
         _, _, sections = card(name)
@@ -207,7 +201,7 @@ def techniques_table() -> str:
 
 
 def recipes_table() -> str:
-    """Return one line a recipe, from the first comment of its file."""
+    """Return one row per recipe, from the first comment in its file."""
     return table(["recipe", ""], ([f"`{entry.name}`", entry.summary] for entry in catalog.recipes()))
 
 
@@ -234,10 +228,8 @@ def documented(name: str) -> Iterator[str]:
     """Yield the signature of a public name, the summary of its docstring, and a table of its arguments."""
     found: Any = getattr(lightning_eff, name)
     function: Any = inspect.unwrap(found.__init__ if isinstance(found, type) else found)
-    is_ours = str(getattr(function, "__module__", "")).startswith(
-        "lightning_eff."
-    )  # not an enum's, or torch's
-    if is_ours:
+    # A signature that an enum or torch defines would not help.
+    if str(getattr(function, "__module__", "")).startswith("lightning_eff."):
         source = textwrap.dedent(inspect.getsource(function))
         node: Any = ast.parse(source).body[0]
         text = "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])

@@ -1,4 +1,4 @@
-"""The content of an `efficiency.json`, as far as texts and pages need it, and a reader of pages."""
+"""Make the content of an `efficiency.json` for tests of texts and pages, and read a page's HTML."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MEMORY = {
 
 
 class Reader(HTMLParser):
-    """Collects tags, attributes and texts, and checks that what is opened is closed."""
+    """Collects tags, attributes and texts; checks that every tag is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

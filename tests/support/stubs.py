@@ -10,14 +10,11 @@ STUB = Path(lightning_eff.__file__).with_suffix(".pyi")
 
 
 def stub() -> str:
-    """Return the text of the stub: one explicit re-export a name, sorted by module as ruff sorts imports."""
+    """Return the stub's text: one explicit re-export per name, in ruff's order of imports."""
     by_module: dict[str, list[str]] = {}
     for name, module in lightning_eff.public_names().items():
         by_module.setdefault(module, []).append(name)
-    lines = [
-        "# Written by `make stubs`: the types of the lazy names in __init__.py.",
-        "",
-    ]
+    lines = ["# Written by `make stubs`: the types of the lazy names in __init__.py.", ""]
     for module, names in sorted(by_module.items()):
         lines += [f"from {module} import {name} as {name}" for name in sorted(names)]
     return "\n".join([*lines, "", "__version__: str", ""])

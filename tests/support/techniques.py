@@ -42,7 +42,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def plain_loop(model: Deep, precision: str, num_steps: int = NUM_STEPS) -> list[float]:
-    """Train as PyTorch's own documentation does it, without Lightning: the independent reference."""
+    """Train with the loop of PyTorch's documentation, without Lightning: the independent reference."""
     dtype = torch.float16 if precision.startswith("16") else torch.bfloat16
     mixed = precision.endswith("-mixed")
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
