@@ -1,4 +1,4 @@
-"""A loop under Fabric on two ranks, the plain loop that it must equal, and what both save."""
+"""A loop under Fabric on two ranks, the plain loop with the same result, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCES: dict[torch.dtype, dict[str, float]] = {
 
 
 class Block(nn.Module):
-    """Adds what two linear layers say of their input."""
+    """A residual block of two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Tower(pl.LightningModule):
-    """Blocks of odd sizes, a head of three rows, something frozen, and a buffer; SGD with momentum."""
+    """Blocks of odd sizes, a head of three rows, a frozen layer and a buffer; SGD with momentum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def plain(
 
 
 class Collectives(Operators):
-    """Counts the collectives that communicate gradients: all but all-gathers."""
+    """Counts the collectives that communicate gradients, which are all except all-gathers."""
 
     def count(self, func: Any, args: Any, result: Any) -> None:
         name = str(func).removeprefix("c10d.").partition(".")[0]
@@ -118,7 +118,7 @@ class Collectives(Operators):
 
 
 class Loop:
-    """A hand-written loop under Fabric; only rank 0 begins with what counts."""
+    """A hand-written loop under Fabric; rank 1 starts with other weights, which rank 0's must replace."""
 
     def __init__(self, strategy: Any, dtype: torch.dtype, *, separate: bool = False) -> None:
         self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
@@ -169,7 +169,7 @@ class Loop:
         return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "step": step}
 
     def gathered(self) -> dict[str, Tensor]:
-        """Return the model's tensors, put together without a checkpoint."""
+        """Return the model's full tensors, without a checkpoint."""
         tensors = dict(self.own.named_parameters()) | dict(self.own.named_buffers())
         return {name: full_tensor(value).detach().clone() for name, value in tensors.items()}
 
@@ -192,7 +192,7 @@ def usual(path: Path, strategy: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def full_disk(loop: Loop, path: Path) -> list[Any]:
-    """Return the error of a rank 0 that cannot write, and whether the older checkpoint is unchanged."""
+    """Save with a full disk on rank 0; return the error, and whether the previous checkpoint is unchanged."""
     write, before = os.write, path.read_bytes()
 
     def full(fd: int, data: Any) -> int:
@@ -238,7 +238,7 @@ def with_the_trainer(path: Path, strategy: Any, trainers: Any, dtype: torch.dtyp
 
 
 def exact(strategy: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Step by the exact gradient of micro-batches of one sample, which count by weights."""
+    """Step with the exact gradient of weighted micro-batches of one sample."""
     loop = Loop(strategy, dtype)
     gradient = ExactGradient(loop.model, fabric=loop.fabric, micro_batch_size=1)
 
