@@ -19,7 +19,7 @@ from lightning_eff.precision.auto import step_context
 from tests.support.models import Deep, make_loader
 from tests.support.techniques import SGD, assert_equal, plain_loop
 
-NUM_STEPS = 8
+NUM_STEPS = 10
 
 
 @pytest.mark.parametrize(

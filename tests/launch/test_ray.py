@@ -1,4 +1,4 @@
-"""Settings, ranks, reports and errors of a run under Ray, by a fake of Ray; jobs of Ray are marked slow."""
+"""Settings, ranks, reports and errors of a run under Ray, with a fake of Ray; real jobs are slow tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_worker(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
     return install(monkeypatch, in_worker=True)
 
 
-def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
+def test_a_worker_is_not_confused_with_a_rank_of_another_launcher() -> None:
     others = {"TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     assert Launch.of(WORKER) == Launch.of(others | WORKER) == Launch("ray", 3, 4, 2, "cpu")
     check_tasks({"devices": "auto"}, Launch("ray", 3, 4, 2))
@@ -48,7 +48,7 @@ def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
         ({}, {"monitors": {"model_checkpoint": {"dirpath": "out/other"}}}, "model_checkpoint.dirpath="),
     ],
 )
-def test_what_contradicts_the_run_is_rejected_before_ray_starts(
+def test_contradicting_settings_are_rejected_before_ray_starts(
     options: dict[str, Any], changed: dict[str, Any], text: str
 ) -> None:
     values = {"trainer": {"devices": "auto", "accelerator": "auto"}, "run_dir": "out"}
@@ -58,7 +58,7 @@ def test_what_contradicts_the_run_is_rejected_before_ray_starts(
         Ray(**options).check(values)
 
 
-def test_a_global_batch_fits_any_number_of_workers_that_a_run_may_resume_with() -> None:
+def test_a_global_batch_must_fit_any_number_of_workers() -> None:
     values: dict[str, Any] = {"trainer": {}, "run_dir": "out"}
     values["data"] = {"_target_": "lightning_eff.data.text.Text", "batch_size": 4}
     values["callbacks"] = {"gradient_accumulation": {"global_batch_size": 16}}
@@ -69,7 +69,7 @@ def test_a_global_batch_fits_any_number_of_workers_that_a_run_may_resume_with() 
     Ray(workers=8, address="auto").check(values | {"data": {"_target_": "mine.Data", "batch_size": 4}})
 
 
-def test_the_number_of_devices_in_a_recipe_gives_way_to_the_workers(
+def test_the_number_of_workers_replaces_a_recipes_devices_but_not_an_override(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[tuple[Any, ...]] = []
@@ -86,7 +86,7 @@ def test_the_number_of_devices_in_a_recipe_gives_way_to_the_workers(
     assert command("train", "fsdp2", "launch=ray", "launch.workers=1", "trainer.devices=2", *own)[0] == 2
 
 
-def test_the_command_says_how_to_install_ray(
+def test_without_ray_the_command_shows_the_installation_and_leaves_no_folder(
     command: Command, fake: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray.train.torch", None)
@@ -121,7 +121,7 @@ def test_machines_with_different_numbers_of_workers_are_rejected(monkeypatch: py
         check_even(Launch("ray", num_tasks=3, num_local_tasks=1))
 
 
-def test_a_gpu_that_lightning_would_not_take_is_rejected() -> None:
+def test_a_gpu_whose_index_is_not_the_local_rank_is_rejected() -> None:
     check_device(torch.device("cuda:1"), 1)
     check_device(torch.device("cpu"), 1)
     with pytest.raises(EnvironmentLacksError, match="cuda:2"):
@@ -129,7 +129,7 @@ def test_a_gpu_that_lightning_would_not_take_is_rejected() -> None:
 
 
 class Saver(SimpleNamespace):
-    """What `RayReport` reads of a Trainer, whose `ModelCheckpoint` has saved at `step`."""
+    """The attributes of a Trainer that `RayReport` reads."""
 
     @classmethod
     def at(cls, step: int, path: Path, rank: int) -> Any:
@@ -172,8 +172,3 @@ def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTr
     assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
 
 
-@pytest.mark.parametrize("verb", ["plan", "compare"])
-def test_verbs_that_start_nothing_on_ray_reject_it(verb: str, command: Command) -> None:
-    code, _, err = command(verb, "lm", "launch=ray", "launch.workers=[1,2]")
-    assert code == 2
-    assert "launch='ray'" in err
