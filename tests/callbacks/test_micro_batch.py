@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
-from lightning_eff.core.errors import ConfigError, ConflictWarning
+from lightning_eff.core.errors import ConfigError
 from tests.support.faults import (
     BATCH,
     Fault,
@@ -272,13 +272,6 @@ def test_a_splitter_splits() -> None:
     uncounted = MicroBatch(micro_batch_size=4, splitter=lambda batch, size: [Opaque(batch), Opaque(batch)])
     with pytest.raises(ValueError, match="counted"):
         fit(Opens(), uncounted, loader=data(), max_steps=1)
-
-
-def test_batch_norms_warn_and_a_search_needs_a_run() -> None:
-    with pytest.warns(ConflictWarning, match="batch norms"):
-        train(MicroBatch(), max_steps=1)
-    with pytest.raises(ConfigError):
-        MicroBatch().search()
 
 
 class ClassWeights(Net):

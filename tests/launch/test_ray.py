@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,9 +14,9 @@ import torch
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.launch import ray_driver
-from lightning_eff.launch.job import Launch, as_started, check_tasks
+from lightning_eff.launch.job import Launch, check_tasks
 from lightning_eff.launch.ray import Ray
-from lightning_eff.launch.ray_worker import RayReport, check_device, check_even, reported_checkpoint
+from lightning_eff.launch.ray_worker import RayReport, check_device, check_even
 from tests.support.command_line import TINY, Command
 from tests.support.fake_ray import WORKER, FakeTrain, install
 
@@ -27,12 +26,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
     return install(monkeypatch)
 
 
-@pytest.fixture
-def in_worker(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
-    return install(monkeypatch, in_worker=True)
-
-
-def test_a_worker_is_not_confused_with_a_rank_of_another_launcher() -> None:
+@pytestdef test_a_worker_is_not_confused_with_a_rank_of_another_launcher() -> None:
     others = {"TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     assert Launch.of(WORKER) == Launch.of(others | WORKER) == Launch("ray", 3, 4, 2, "cpu")
     check_tasks({"devices": "auto"}, Launch("ray", 3, 4, 2))
@@ -96,20 +90,6 @@ def test_without_ray_the_command_shows_the_installation_and_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lightning_finds_ranks_and_devices_in_a_workers_variables(
-    in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = as_started({"accelerator": "auto", "devices": "auto", "num_nodes": "auto"})
-    assert settings == {"accelerator": "cpu", "devices": 2, "num_nodes": 2}
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1234")
-    ranks = pl.Trainer(strategy="ddp", logger=False, **settings).strategy.cluster_environment
-    assert ranks is not None
-    assert (ranks.world_size(), ranks.global_rank(), ranks.local_rank(), ranks.node_rank()) == (4, 3, 1, 1)
-    assert (ranks.main_address, ranks.main_port) == ("10.0.0.1", 1234)
-    assert ranks.creates_processes_externally
-
-
 def test_machines_with_different_numbers_of_workers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(counts: list[int], own: int) -> None:
         counts[:] = [2, 2, own]
@@ -157,18 +137,3 @@ def test_each_save_is_reported_once_by_all_ranks(
         hook(Saver.at(2, path, rank), module)
     reporter.on_train_end(Saver.at(3, path, rank), module)
     assert [metrics["step"] for metrics, _ in fake.reported] == [2, 3]
-
-
-def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTrain, tmp_path: Path) -> None:
-    from lightning_eff.checkpoint_io.durable import Durable
-
-    folder = tmp_path / "checkpoints"
-    for step in (1, 2, 3):
-        Durable().save_checkpoint({"step": step}, folder / f"step-{step}.ckpt")
-        os.utime(folder / f"step-{step}.ckpt", (step, step))
-    (folder / "step-3.ckpt").write_bytes((folder / "step-3.ckpt").read_bytes()[:-1])
-    assert reported_checkpoint(tmp_path) is None  # the first start, in a folder of another run
-    in_worker.get_checkpoint = lambda: SimpleNamespace(path=str(folder))
-    assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
-
-

@@ -23,20 +23,11 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.checkpoint import sharded, stored_weights
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.core import rules
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.report.model_weights import ModelWeights
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Deep, make_loader, make_trainer, seeded
 from tests.support.ranks import is_equal
-
-
-def test_asynchronous_checkpoints_with_folders_lead_to_a_warning() -> None:
-    late = Durable(asynchronous=True)
-    assert rules.check_rules([FSDP2(), late], {}) == []
-    assert rules.check_rules([FSDP2(checkpoints="sharded"), Durable()], {}) == []
-    (finding,) = rules.check_rules([FSDP2(checkpoints="sharded"), late], {})
-    assert finding.rule.verdict.value == "warned"
 
 
 class Watched(Deep):

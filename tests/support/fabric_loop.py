@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lightning_eff import ExactGradient
-from lightning_eff.core.errors import CheckpointError, ConfigError, ConflictError
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.shards import full_tensor
 from tests.support.counted import Operators
 from tests.support.models import make_trainer
@@ -175,10 +173,10 @@ class Loop:
 
 
 def usual(path: Path, strategy: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Train, save, fail to save, save by the Trainer's names, and continue."""
+    """Train, save, save with the Trainer's names, and continue."""
     loop = Loop(strategy(), dtype).train(0, SAVED_AFTER)
     loop.fabric.save(path / "ours.ckpt", loop.state(SAVED_AFTER))
-    saved, disk = loop.gathered(), full_disk(loop, path / "ours.ckpt")
+    saved = loop.gathered()
     states = {"optimizer_states": [loop.optimizer], "lr_schedulers": [loop.schedule]}
     versions = {"pytorch-lightning_version": pl.__version__, "global_step": SAVED_AFTER, "epoch": 0}
     loop.fabric.save(path / "named.ckpt", {"state_dict": loop.model} | states | versions)
@@ -186,27 +184,9 @@ def usual(path: Path, strategy: Any, dtype: torch.dtype) -> dict[str, Any]:
     with discarded.fabric.no_backward_sync(discarded.model, enabled=False):
         pass  # reduction stays on afterwards: else zero_grad would not see the gradients
     discarded.fabric.backward(discarded.model(data(dtype)[3][0]).sum())
-    found = {"saved": saved, "full_disk": disk, "discarded": discarded.train(0, NUM_STEPS).gathered()}
+    found = {"saved": saved, "discarded": discarded.train(0, NUM_STEPS).gathered()}
     found |= {"ended": loop.train(SAVED_AFTER, NUM_STEPS).gathered(), "exact": exact(strategy(), dtype)}
     return found | {"norms": loop.norms, "synced": loop.synced}
-
-
-def full_disk(loop: Loop, path: Path) -> list[Any]:
-    """Save with a full disk on rank 0; return the error, and whether the previous checkpoint is unchanged."""
-    write, before = os.write, path.read_bytes()
-
-    def full(fd: int, data: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    os.write = full if loop.fabric.global_rank == 0 else write
-    try:
-        loop.fabric.save(path, loop.state(9))
-    except CheckpointError as error:
-        return [str(error), path.read_bytes() == before, sorted(file.name for file in path.parent.iterdir())]
-    finally:
-        os.write = write
-        loop.fabric.barrier()
-    return []
 
 
 class Batches(torch.utils.data.IterableDataset[Any]):
@@ -273,7 +253,7 @@ def exact_plain(dtype: torch.dtype) -> dict[str, Tensor]:
 def error_of(act: Any) -> str:
     try:
         act()
-    except (ConflictError, ConfigError, CheckpointError, RuntimeError) as error:
+    except (ConflictError, ConfigError, RuntimeError) as error:
         return str(error)
     return ""
 

@@ -1,4 +1,4 @@
-"""RankDivergenceCheck and all-or-none steps, on one rank; two ranks are in tests/test_strategies.py."""
+"""RankDivergenceCheck on one rank; two ranks are in tests/test_strategies.py."""
 
 from __future__ import annotations
 
