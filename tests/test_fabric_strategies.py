@@ -136,9 +136,7 @@ def stepped_twice() -> None:
     Loop(ZeroFabric(), torch.float32).train(0, 1).optimizer.step()
 
 
-REJECTED_BY_ZERO = (
-    *(clip_by_value, second_model, not_finite, discarded, stepped_twice),
-)
+REJECTED_BY_ZERO = (*(clip_by_value, second_model, not_finite, discarded, stepped_twice),)
 
 
 def auto_size() -> None:

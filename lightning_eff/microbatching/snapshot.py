@@ -35,6 +35,7 @@ from lightning_eff.core.call_state import version
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.report.live_bytes import tensors_in
 
+
 class StepSnapshot:
     """Keeps the state before a step, and restores it.
 

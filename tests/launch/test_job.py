@@ -156,7 +156,7 @@ def test_the_ranks_of_each_attempt_meet_at_a_new_address(monkeypatch: pytest.Mon
 def test_each_attempt_under_torchrun_reports_its_failure_once(
     restarts: str, rank: int, error: Exception, is_reported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun prints a summary after the last attempt; rank 0 alone prints a setting that all ranks reject."""
+    """torchrun prints a summary after the last attempt; a setting that all ranks reject is printed once."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     monkeypatch.setattr(ranks, "report_error", lambda error: True)
     with pytest.raises(type(error)), ranks.reported_to_parent(Launch("lightning", rank)):

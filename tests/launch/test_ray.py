@@ -25,7 +25,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
     return install(monkeypatch)
 
 
-@pytestdef test_a_worker_is_not_confused_with_a_rank_of_another_launcher() -> None:
+def test_a_worker_is_not_confused_with_a_rank_of_another_launcher() -> None:
     others = {"TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     assert Launch.of(WORKER) == Launch.of(others | WORKER) == Launch("ray", 3, 4, 2, "cpu")
     check_tasks({"devices": "auto"}, Launch("ray", 3, 4, 2))
