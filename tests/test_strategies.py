@@ -1,7 +1,7 @@
-"""ZeRO and FSDP2 on two ranks (gloo): the steps of one device, and checkpoints that go from any to any.
+"""ZeRO and FSDP2 on two ranks (gloo): the steps of one device, and checkpoints that any strategy loads.
 
-One start of two processes for each group of strategies; `main` runs in both of them, and the tests read what
-they have saved.
+Two processes are started once for each group of strategies. `main` runs in both, and the tests read the
+results and checkpoints.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,18 +46,20 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero3_offload": lambda: DeepSpeedZero(stage=3, **OFFLOADED),
     "fsdp2": FSDP2,
     "fsdp2_offload": lambda: FSDP2(cpu_offload=True, sync_every_micro_batch=True),
-    "in_parts": lambda: FSDP2(checkpoints="sharded"),
+    "sharded": lambda: FSDP2(checkpoints="sharded"),
 }
-# Each strategy loads what the one before it has saved: all save what DDP does, so any loads any other's.
+# Each strategy loads the checkpoint of the strategy before it. All save the same content as DDP.
 GROUPS = {
     "usual": ["ddp", "zero2", "fsdp2", "ddp"],
-    "others": ["ddp", "zero3", "fsdp2", "in_parts", "fsdp2_offload", "zero1", "zero3_offload", "ddp"],
+    "all": [*("ddp", "zero3", "fsdp2", "sharded", "fsdp2_offload", "zero1", "zero2", "zero3_offload", "ddp")],
 }
-TOGETHER: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "enable_checkpointing": False}
+QUICK_CASES = (2, 10)
+"""Rows of `covering.COVERING` that the usual group trains: one of ZeRO, and one of FSDP2."""
+TWO_RANKS: dict[str, Any] = {"devices": 2, "use_distributed_sampler": False, "enable_checkpointing": False}
 
 
 class Block(nn.Module):
-    """Adds what two linear layers say of a normed input."""
+    """A residual block of two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,9 +70,9 @@ class Block(nn.Module):
 
 
 class Stack(pl.LightningModule):
-    """Blocks between tied tensors, something frozen, running statistics and a buffer.
+    """Blocks between tied tensors, a frozen layer, a batch norm and a buffer.
 
-    AdamW trains it, or with a rate of 0 plain SGD with momentum; if `tied`, the head is the embedding.
+    AdamW trains it, or SGD with momentum if `rate` is 0. If `tied`, the head shares the embedding's weight.
     """
 
     def __init__(self, *, tied: bool = True, rate: float = 1e-2) -> None:
@@ -98,7 +99,7 @@ class Stack(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.count += 1
         x, y = batch
-        return F.cross_entropy((self if batch_idx % 2 else self.logits)(x), y)  # through forward, or not
+        return F.cross_entropy((self if batch_idx % 2 else self.logits)(x), y)  # with and without `forward`
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.dim() > 1]
@@ -118,13 +119,13 @@ def tokens(num_samples: int = 64) -> TensorDataset:
 
 
 def loader(trainer: pl.Trainer, dataset: Any, *, size: int = 8) -> DataLoader[Any]:
-    """Return what a rank sees: samples r, r + 2, ... of two ranks, and all of one."""
+    """Return a rank's loader: rank r of two has samples r, r + 2, ...; a single rank has all."""
     ranks = trainer.world_size
     return DataLoader(dataset, batch_size=size, sampler=range(trainer.global_rank, len(dataset), ranks))
 
 
 class SaveAtStart(pl.Callback):
-    """Saves what a run has just loaded, before its first step."""
+    """Saves the state that a run has just loaded, before its first step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,13 +142,13 @@ def trained(
     folder: Path | None = None,
     **options: Any,
 ) -> pl.Trainer:
-    """Train a Stack for so many steps in all; only rank 0 begins with what counts, or none if it loads.
+    """Train a Stack up to a step; with a `folder`, log each step there.
 
-    In a `folder` each step is logged.
+    Initial values are overwritten at random on rank 1, and on both ranks if a checkpoint is loaded.
     """
     torch.manual_seed(1)
     model = Stack(**options)
-    keywords = TOGETHER | {"strategy": STRATEGIES[name](), "plugins": [Durable()]}
+    keywords = TWO_RANKS | {"strategy": STRATEGIES[name](), "plugins": [Durable()]}
     if folder is not None:
         keywords |= {"logger": CSVLogger(folder, name, ""), "log_every_n_steps": 1}
         callbacks = (*callbacks, EfficiencyReport(dirpath=folder / name, count_first_batches=False))
@@ -177,19 +178,19 @@ def adapted() -> list[Any]:
 
 def main(folder: str) -> dict[str, Any]:
     path = Path(folder)
-    chain = GROUPS[path.name]
-    sharded = chain[1:-1]
+    chain, is_quick = GROUPS[path.name], path.name == "usual"
+    indices = QUICK_CASES if is_quick else range(len(covering.COVERING))
+    cases = {index: covering.COVERING[index] for index in indices}
     results: dict[str, Any] = {"gathered": {}, "evaluated": {}}
     results["covering"] = {
-        index: covering.ours(case, STRATEGIES[case.strategy]())
-        for index, case in enumerate(covering.COVERING)
-        if case.strategy in sharded
+        index: covering.ours(case, STRATEGIES[case.strategy]()) for index, case in cases.items()
     }
-    results["routed"] = {name: routed(name) for name in sharded if name != "in_parts"}
     for name in chain[:-1]:
-        trainer = trained(name, 3, folder=path)
+        trainer = trained(name, 3, folder=None if is_quick else path)
         save(trainer, path / f"{name}.ckpt")
         results["gathered"][name] = gathered(trainer)
+        if is_quick:
+            continue
         lora = path / f"{name}-lora.ckpt"
         save(trained(name, 2, *adapted(), rate=0.0, tied=False), lora)
         again = trained(name, 2, *adapted(), rate=0.0, tied=False, ckpt_path=lora)
@@ -199,21 +200,22 @@ def main(folder: str) -> dict[str, Any]:
     for one, other in [("ddp", "ddp"), *itertools.pairwise(chain)]:
         begin = SaveAtStart(path / f"{one}-{other}.ckpt")
         save(trained(other, 8, begin, ckpt_path=path / f"{one}.ckpt"), path / f"{one}-{other}-8.ckpt")
-    if "in_parts" in chain:
-        results["in_parts"] = in_parts(path / "again.ckpt")
+    if not is_quick:
+        results["routed"] = {name: routed(name) for name in chain[1:-1] if name != "sharded"}
+        results["saves"] = saves_of_a_folder(path / "again.ckpt")
     return results
 
 
 def gathered(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Return the model's own tensors, put together without a checkpoint."""
+    """Return the model's full tensors, without a checkpoint."""
     model = trainer.lightning_module
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     return {name: full_tensor(value).detach().clone() for name, value in tensors.items()}
 
 
-def in_parts(path: Path) -> dict[str, Any]:
-    """Save a folder with a file for each rank twice, the second time with a full disk on one of them."""
-    trainer = trained("in_parts", 3)
+def saves_of_a_folder(path: Path) -> dict[str, Any]:
+    """Save a folder with a file per rank twice, and a third time with a full disk on rank 1."""
+    trainer = trained("sharded", 3)
     io: Any = trainer.strategy.checkpoint_io
     save(trainer, path)
     first = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
@@ -228,20 +230,20 @@ def in_parts(path: Path) -> dict[str, Any]:
     os.write = full if trainer.global_rank == 1 else write
     try:
         save(trainer, path)
-        said = "saved"
+        message = "saved"
     except CheckpointError as error:
-        said = str(error)
+        message = str(error)
     finally:
         os.write = write
     trainer.strategy.barrier()
     after = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
     save(trainer, path.parent / "removed.ckpt")
     trainer.strategy.remove_checkpoint(path.parent / "removed.ckpt")
-    return {"first": first, "again": again, "after": after, "said": said, "done": io.outcome().numbers}
+    return {"first": first, "again": again, "after": after, "error": message, "done": io.outcome().numbers}
 
 
 class Routed(Stack):
-    """Leaves another block out on each rank."""
+    """Skips a different block on each rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.embedding(batch[0]).mean(1)
@@ -251,8 +253,8 @@ class Routed(Stack):
 
 
 def routed(name: str) -> str:
-    """Return the error of ranks that run different parts of a model."""
-    trainer = make_trainer(max_steps=4, **TOGETHER, strategy=STRATEGIES[name]())
+    """Return the error of ranks that run different blocks."""
+    trainer = make_trainer(max_steps=4, **TWO_RANKS, strategy=STRATEGIES[name]())
     try:
         trainer.fit(Routed(), loader(trainer, tokens()))
     except ConflictError as error:
@@ -261,7 +263,7 @@ def routed(name: str) -> str:
 
 
 def evaluated(trainer: pl.Trainer) -> float:
-    """Return the loss of a validation after a fit, on the same model."""
+    """Validate the model of a fit; return the loss."""
     model: Any = trainer.lightning_module
     losses: list[float] = []
     model.validation_step = lambda batch, batch_idx: losses.append(
@@ -271,9 +273,9 @@ def evaluated(trainer: pl.Trainer) -> float:
     return sum(losses)
 
 
-@pytest.fixture(scope="module", params=["usual", pytest.param("others", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["usual", pytest.param("all", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Return where two ranks have left their checkpoints, and their results."""
+    """Return the folder of two ranks' checkpoints, and their results."""
     folder = tmp_path_factory.mktemp(request.param, numbered=False)
     results, other = results_of_two_ranks(__name__, folder)
     chain = GROUPS[request.param]
@@ -285,19 +287,24 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def checkpoint(folder: Path, name: str) -> dict[str, Any]:
-    """Return what a checkpoint holds, but for where the loop was and what was on."""
+    """Return the model, the optimizer, the schedule and the step of a checkpoint."""
     content = read(folder / f"{name}.ckpt")
     return {key: content[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")}
 
 
-def test_ranks_that_run_other_parts_are_found(run: Any) -> None:
-    for name, said in run.results["routed"].items():
-        assert "different modules" in said, name
+def of_all(test: Callable[..., None]) -> Any:
+    """Mark a test as slow, and give it the group of all strategies."""
+    return pytest.mark.slow(pytest.mark.parametrize("run", ["all"], indirect=True)(test))
 
 
-def test_techniques_together_step_as_one_device_does(run: Any) -> None:
-    """T1 in float64, T2 in float32: a window divided twice is 94 % off; in bf16 a tenth of the movement."""
-    assert len(run.results["covering"]) >= 5
+@of_all
+def test_ranks_that_run_different_modules_are_detected(run: Any) -> None:
+    for name, error in run.results["routed"].items():
+        assert "different modules" in error, name
+
+
+def test_combined_techniques_step_as_on_one_device(run: Any) -> None:
+    """T1 in float64, T2 in float32; in bf16 a tenth of the movement. A window divided twice: 94 %."""
     for index, found in run.results["covering"].items():
         case = covering.COVERING[index]
         start, exact = covering.expected(case)
@@ -308,7 +315,7 @@ def test_techniques_together_step_as_one_device_does(run: Any) -> None:
                 error = float((ours - value).norm())
                 assert error <= 0.1 * moved + 2**-8 * float(value.norm()), (case, name)
                 is_copy = found[name].dtype != torch.float32 or torch.equal(ours, ours.bfloat16().double())
-                assert moved == 0.0 or not is_copy, "the optimizer's own weights are saved"
+                assert moved == 0.0 or not is_copy, "the optimizer's float32 weights are saved"
             else:
                 rtol, atol = (1e-9, 1e-11) if case.precision == "64-true" else (2e-5, 2e-6)
                 torch.testing.assert_close(
@@ -319,7 +326,8 @@ def test_techniques_together_step_as_one_device_does(run: Any) -> None:
         assert all(not torch.equal(found[name].double(), start[name]) for name in names)
 
 
-def test_the_norm_that_is_logged_is_of_the_whole_gradient(run: Any) -> None:
+@of_all
+def test_the_logged_norm_is_that_of_the_full_gradient(run: Any) -> None:
     torch.manual_seed(1)
     model, (x, y) = Stack(), tokens().tensors
     for rank in range(2):
@@ -336,9 +344,9 @@ def test_the_norm_that_is_logged_is_of_the_whole_gradient(run: Any) -> None:
 
 
 def test_a_checkpoint_has_the_layout_of_ddps(run: Any) -> None:
-    """Tied tensors are one, frozen ones and buffers are there, numbers are each parameter's own.
+    """It has tied tensors once, frozen tensors, buffers, and a separate step count per parameter.
 
-    All ranks have begun with what the first has drawn, parameters and buffers, as under DDP.
+    All ranks began with the first rank's parameters and buffers, as under DDP.
     """
     theirs = checkpoint(run.folder, "ddp")
     for name in run.names[1:]:
@@ -357,11 +365,10 @@ def test_a_checkpoint_has_the_layout_of_ddps(run: Any) -> None:
         assert ours["lr_schedulers"] == theirs["lr_schedulers"]
         for key, value in theirs["state_dict"].items():
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
-        assert is_equal(state, run.results["gathered"][name]), "what the model holds, to the bit"
+        assert is_equal(state, run.results["gathered"][name]), "bit-identical to the model"
 
 
-def test_a_checkpoint_goes_from_one_to_the_next_unchanged(run: Any, tmp_path: Path) -> None:
-    """And from each of them to one device."""
+def test_every_strategy_and_one_device_load_a_checkpoint_unchanged(run: Any, tmp_path: Path) -> None:
     for one, other in itertools.pairwise(run.chain):
         before = checkpoint(run.folder, one)
         assert is_equal(checkpoint(run.folder, f"{one}-{other}"), before), (one, other)
@@ -372,7 +379,7 @@ def test_a_checkpoint_goes_from_one_to_the_next_unchanged(run: Any, tmp_path: Pa
 
 
 def test_training_continues_as_under_ddp(run: Any) -> None:
-    """Three steps under one and five under the next, against DDP for both: lost state would show."""
+    """Three steps under one strategy and five under the next equal eight under DDP, so no state is lost."""
     theirs = checkpoint(run.folder, "ddp-ddp-8")
     for one, other in itertools.pairwise(run.chain):
         ours = checkpoint(run.folder, f"{one}-{other}-8")
@@ -381,38 +388,33 @@ def test_training_continues_as_under_ddp(run: Any) -> None:
             torch.testing.assert_close(ours["state_dict"][key], value, rtol=1e-3, atol=1e-4, msg=key)
 
 
-def test_a_folder_holds_what_the_file_holds(run: Any) -> None:
-    if "in_parts" not in run.names:
-        pytest.skip("the other group saves a folder")
-    assert is_equal(checkpoint(run.folder, "in_parts"), checkpoint(run.folder, "fsdp2"))
-    index = torch.load(run.folder / "in_parts.ckpt" / "index.ckpt", weights_only=True)["checkpoint"]
+@of_all
+def test_a_folder_holds_the_tensors_of_the_file(run: Any) -> None:
+    assert is_equal(checkpoint(run.folder, "sharded"), checkpoint(run.folder, "fsdp2"))
+    index = torch.load(run.folder / "sharded.ckpt" / "index.ckpt", weights_only=True)["checkpoint"]
     outlines = {name for name, value in index["state_dict"].items() if value.is_meta}
     assert outlines == {name for name, _ in Stack().named_parameters(remove_duplicate=False)}
     assert all(entry["exp_avg"].is_meta for entry in index["optimizer_states"][0]["state"].values())
 
 
+@of_all
 def test_a_folder_is_saved_by_all_ranks_or_by_none(run: Any) -> None:
-    """Saved anew, saved again in place, then with a full disk on one rank, which the other hears of."""
-    if "in_parts" not in run.results:
-        pytest.skip("the other group saves a folder")
-    ours, other = run.results["in_parts"], run.other["in_parts"]
-    assert [re.sub("[0-9a-f]{16}", "TOKEN", name) for name in sorted(ours["first"])] == [
-        *("index.ckpt", "part-TOKEN-0-of-2.ckpt", "part-TOKEN-1-of-2.ckpt")
-    ]
-    assert len(ours["again"]) == 3
-    assert set(ours["first"]) & set(ours["again"]) == {"index.ckpt"}, "new parts, and the old ones gone"
-    assert ours["after"] == ours["again"], "the checkpoint before is as it was, and no other file is there"
-    assert ours["said"].startswith("rank 1: checkpoint ")
-    assert other["said"].startswith("checkpoint ")
-    assert all("No space left on device" in said for said in (ours["said"], other["said"]))
+    ours, other = run.results["saves"], run.other["saves"]
+    assert len(ours["first"]) == len(ours["again"]) == 3
+    assert set(ours["first"]) & set(ours["again"]) == {"index.ckpt"}, "the shards are new files"
+    assert ours["after"] == ours["again"], "the previous checkpoint is unchanged, without other files"
+    assert ours["error"].startswith("rank 1: checkpoint ")
+    assert other["error"].startswith("checkpoint ")
+    assert all("No space left on device" in each["error"] for each in (ours, other))
     assert ours["done"]["num_saves"] == 3
     assert ours["done"]["saved_bytes"] > 3 * 2 * 4 * sum(p.numel() for p in Stack().parameters())
     assert ours["done"]["num_removed"] == 1
     assert not (run.folder / "removed.ckpt").exists()
 
 
-def test_adapters_begin_train_and_come_back(run: Any) -> None:
-    """LoRA, recomputed blocks, our linear layers and a window, on a base in parts."""
+@of_all
+def test_adapters_start_from_the_base_train_and_resume(run: Any) -> None:
+    """LoRA, recomputed blocks, Triton's linear layers and a window, on a sharded base."""
     theirs = checkpoint(run.folder, "ddp-lora")
     trained = [key for key in theirs["state_dict"] if "lora_" in key]
     assert len(trained) == 12
@@ -428,6 +430,6 @@ def test_adapters_begin_train_and_come_back(run: Any) -> None:
         assert is_equal(checkpoint(run.folder, f"{name}-lora-again"), ours)
         gathered = run.results["gathered"][f"{name}-lora"]
         assert all(torch.equal(ours["state_dict"][key], gathered[key]) for key in trained)
-        whole = [read(run.folder / f"{each}-lora.ckpt") for each in (name, "ddp")]
-        assert whole[0]["peft_adapter"] == whole[1]["peft_adapter"], "the same fingerprint of the base"
+        one, other = (read(run.folder / f"{each}-lora.ckpt") for each in (name, "ddp"))
+        assert one["peft_adapter"] == other["peft_adapter"], "the digest of the base"
         assert run.results["evaluated"][name] == pytest.approx(run.results["evaluated"]["ddp"], rel=1e-4)

@@ -1,10 +1,11 @@
 """Several batches per optimizer step, with the gradient of one large batch of `global_batch_size` samples.
 
-`global_batch_size` is the number of samples per optimizer step on all ranks. The number of batches per step
-(`accumulate_grad_batches`) follows from it, the loader's batch size and the number of ranks. So a run on more
-devices, or with smaller batches, makes steps of the same size. For a loader without a batch size (WebDataset,
-a stream, a custom batch sampler, several loaders), set `num_batches` instead: the batches per step on each
-rank. They may differ in size: each is weighted by its samples, or by the weight that `training_step` returns.
+`global_batch_size` is the number of samples per optimizer step on all ranks. Together with the loader's batch
+size and the number of ranks, it determines the number of batches per step (`accumulate_grad_batches`). So a
+run on more devices, or with smaller batches, makes steps of the same size. For a loader without a batch size
+(WebDataset, a stream, a custom batch sampler, several loaders), set `num_batches` instead: the batches per
+step on each rank. These may differ in size: each is weighted by its samples, or by the weight that
+`training_step` returns.
 
 If batches weigh differently (tokens without padding, boxes, pixels), `training_step` returns
 `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, its gradient is the
@@ -12,17 +13,17 @@ mean over the batches it has. The training loop is in microbatching/lightning_lo
 microbatching/window.py.
 
 On several ranks, loaders may return different numbers of batches (streams, WebDataset, uneven shards). A rank
-without a batch then repeats its last one with weight 0 until no rank has one. All ranks count the same steps,
-and end epochs together. `num_batches=1` enables this without accumulation. Such ranks are weighted by their
-samples or weights; otherwise, without weights, all ranks count the same.
+that has no batch left repeats its last one with weight 0 until no rank has a batch. All ranks count the same
+steps, and end epochs together. `num_batches=1` enables this without accumulation. Ranks are then weighted by
+their samples or weights. Otherwise, without weights, all ranks count the same.
 
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
 `trainer.estimated_stepping_batches` assumes its first size, so set `max_steps`.
 
 Saves: activations: only one of the step's batches is in memory at a time.
-Costs: a step waits for all its batches. If weights are tensors on a GPU: one synchronization per
+Costs: a step takes the time of all its batches. If weights are tensors on a GPU: one synchronization per
     micro-batch. With weights on several ranks: an all-reduce of one number per step. If the lengths of the
-    loaders are unknown or differ: another all-reduce per batch.
+    loaders are unknown or differ: an all-reduce of two numbers per batch.
 When not: the batch fits: one large batch is faster.
 Conflicts: all rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`;
     optimizers that evaluate the closure again (LBFGS, SAM); manual optimization; Lightning's own
@@ -124,15 +125,15 @@ class GradientAccumulation(Managed):
         self.schedule = schedule
         self._set_key = "global_batch_size" if schedule is None else "schedule"
         self.schedule_by = schedule_by
-        # Keys are the first epoch or step that a size applies to. The second dict is computed from the first
-        # once the loader's batch size is known, unless num_batches is set.
+        # The keys of both dicts are the first epoch or step that a number applies to. The second dict follows
+        # from the first once the loader's batch size is known, unless num_batches is set.
         self._global_batch_sizes: dict[int, int] = dict(sorted(sizes.items()))
         self._accumulate_grad_batches: dict[int, int] = {}
         self._description = ""
         self._loop: lightning_loop.ExactStep | None = None
 
     def facts(self) -> Facts:
-        """Return rules against others that set the length of a window, divide its gradient, or step."""
+        """Return rules against callbacks, strategies and modules that accumulate or step themselves."""
         reasons = {
             "lightning/GradientAccumulationScheduler": "both would decide how many batches make a step",
             "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",
@@ -202,7 +203,6 @@ class GradientAccumulation(Managed):
 
     def _set_current(self, trainer: pl.Trainer) -> None:
         now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step
-        # The schedule's last entry that has begun.
         start = max(start for start in self._accumulate_grad_batches if start <= now)
         trainer.accumulate_grad_batches = self._accumulate_grad_batches[start]
 
@@ -234,7 +234,7 @@ class GradientAccumulation(Managed):
         cut = self._loop.num_cut_steps if self._loop is not None else 0
         numbers = list(self._accumulate_grad_batches.values())
         is_accumulated = any(number > 1 for number in numbers)
-        # A single batch per step is as requested if the loader's batch already has `global_batch_size`.
+        # A single batch per step is as requested if the loader's batch has `global_batch_size` samples.
         is_as_requested = bool(self._description) and self.global_batch_size is not None
         did = self._description or "no training data yet"
         if self._loop is not None and is_accumulated:
@@ -253,16 +253,15 @@ class GradientAccumulation(Managed):
 
 def _check_one_is_set(settings: Mapping[str, object]) -> None:
     """Require exactly one of the settings for the number of batches per step."""
-    given = [key for key, value in settings.items() if value is not None]
-    if len(given) == 1:
-        return
-    if not given:
+    set_keys = [key for key, value in settings.items() if value is not None]
+    if not set_keys:
         words = ("global_batch_size=64", "num_batches=4")
         numbers = [Remedy(f"{PREFIX}.{word}", f"GradientAccumulation({word})") for word in words]
         allowed = "the number of samples per step, or num_batches or schedule instead"
         raise ConfigError(key="global_batch_size", value=None, allowed=allowed, remedies=numbers)
-    first, *others = given
-    shown = " and ".join(f"{key}={settings[key]}" for key in others)
-    allowed = f"None with {shown}: one of {', '.join(settings)} decides how many batches make a step"
-    off = [Remedy(f"{PREFIX}.{key}=null", f"leave out {key}") for key in given] if len(given) == 2 else []
-    raise ConfigError(first, settings[first], allowed=allowed, remedies=off)
+    if len(set_keys) > 1:
+        first, *others = set_keys
+        shown = " and ".join(f"{key}={settings[key]}" for key in others)
+        allowed = f"None with {shown}: one of {', '.join(settings)} decides how many batches make a step"
+        remedies = [Remedy(f"{PREFIX}.{key}=null", f"leave out {key}") for key in set_keys]
+        raise ConfigError(first, settings[first], allowed=allowed, remedies=remedies)

@@ -1,9 +1,10 @@
 """Split each batch into micro-batches that fit in memory, with the gradient of the full batch.
 
-The callback splits each batch of the loader along its samples and steps once per batch. The rules are in
-microbatching/splitting.py; a `splitter` handles other batches. `keep` names values that are not split: class
-weights, positions, a mask shared by all samples. Micro-batches are weighted by their samples, or by the
-`loss_weight` that `training_step` returns next to the mean loss, so the step equals the full batch's.
+The callback splits each batch of the loader along its samples and steps once per batch. The rules for
+splitting are in microbatching/splitting.py; for other batches, pass a `splitter`. `keep` names values that
+are not split: class weights, positions, a mask shared by all samples. Micro-batches are weighted by their
+samples, or by the `loss_weight` that `training_step` returns next to the mean loss. So the step equals the
+full batch's.
 
 With `auto`, the full batch is tried first. When memory runs out in the forward or backward pass, everything
 that the step has changed (random states, buffers, metrics) is restored. The step is then computed again with
@@ -12,14 +13,14 @@ half the size. The result is bit-identical to a run that started with this size.
 `find` tries several sizes before the first step, including an optimizer step, restores everything, and uses
 the largest size that fits. `search()` repeats this during training, for example after unfreezing layers.
 
-Saves: activations: only one micro-batch's are in memory at a time. With `auto`, a run continues after an
+Saves: activations: only those of one micro-batch are in memory. With `auto`, a run continues after an
     out-of-memory error.
 Costs: micro-batches that are too small for the device are slow. `auto` copies random states and buffers in
-    each step, and keeps the batches of a window. It copies parameters, gradients and optimizer state to host
-    memory before an update: on a GPU only before the first. On several ranks, gradients are averaged after
-    the backward pass instead of during it. After an out-of-memory error the step runs again, including its
-    hooks (`on_after_backward`, and those around zero_grad). Layers that normalize over a batch (batch norms)
-    see only the micro-batch.
+    each step, and keeps the batches of a window. Before an update it copies parameters, gradients and
+    optimizer state to host memory; on a GPU only before the first update. On several ranks, `auto` averages
+    gradients after the backward pass instead of during it. After an out-of-memory error the step runs again,
+    including its hooks (`on_after_backward`, and those around zero_grad). Batch norms and other layers that
+    normalize over a batch use only the micro-batch.
 When not: the batch fits.
 Conflicts: rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`; manual
     optimization; DeepSpeed's own accumulation; optimizers that step in the backward pass. Also rejected:
@@ -53,7 +54,7 @@ from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS
 
 PREDICTED_PARTS = 8
-"""Most micro-batches per batch that a prediction runs."""
+"""Largest number of micro-batches per batch in a memory prediction."""
 
 
 class MicroBatch(Managed):
@@ -124,13 +125,13 @@ class MicroBatch(Managed):
         self._counts_by = self._uneven = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Skip micro-batches in the middle of a batch, whose memory equals their neighbours'."""
+        """Run only some micro-batches of each batch in a prediction, since they need the same memory."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
 
     def assumptions(self) -> list[str]:
-        """Return what a prediction leaves out."""
+        """Return the micro-batches' outputs that a prediction does not count, if there are any."""
         size = self._size
         is_cut = size is not None and (size.current or size.largest) * PREDICTED_PARTS < size.largest
         text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: the others' outputs are not counted"
@@ -142,7 +143,7 @@ class MicroBatch(Managed):
         return self._size.current if self._size is not None else self._initial_size
 
     def facts(self) -> Facts:
-        """Return rules against others that step, and against features that a retry would break."""
+        """Return rules against modules and strategies that step themselves, and what a retry would break."""
         reasons = {
             "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a separate batch",
             "run/manual_optimization": "the module runs its backward passes itself",
@@ -154,7 +155,7 @@ class MicroBatch(Managed):
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))
         if not self.is_auto:
             return Facts(excludes=tuple(rules))
-        # With `auto`, one rank may compute a step twice and the others once.
+        # With `auto`, a rank that runs out of memory computes a step again, alone.
         wait = "a rank that runs out of memory would leave the others waiting in the middle of a forward pass"
         reasons = {
             "lightning/FSDPStrategy": wait,
@@ -173,7 +174,7 @@ class MicroBatch(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest half a batch, if the loss passes the check that a run makes first: a mean over samples.
+        """Suggest micro-batches of half a batch, if the loss is a mean over samples.
 
         If the callback is already on and operations are small, suggest twice its size instead.
         """
@@ -184,7 +185,7 @@ class MicroBatch(Managed):
             size = own.micro_batch_size
             if not isinstance(size, int) or size >= run.num_samples or not run.small_operations:
                 return None
-            # The callback is on and memory is free: twice the size needs half as many kernels.
+            # Twice the size needs half as many kernels.
             words = f"micro_batch_size={min(2 * size, run.num_samples)}"
             change = Remedy(f"callbacks.micro_batch.{words}", f"MicroBatch({words})")
             return Suggestion(change=str(change), why=f"{run.small_operations}; more memory is needed")
@@ -192,10 +193,10 @@ class MicroBatch(Managed):
         is_simple = module.automatic_optimization and trainer.world_size == 1
         if run.sample is None or not half or is_tiled or not is_simple:
             return None  # a tile's size does not depend on the number of samples
-        # While the second half runs, the gradient of the first half is in memory. `held_bytes` counts it, so
-        # the gradients in the recording get the factor 0.
+        # While the second half runs, the gradients of the first half are in memory. `held_bytes` counts them,
+        # so those in the recording get the factor 0.
         factors = {i: 0.0 for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
-        # Activations shrink in proportion to the number of samples.
+        # Activations are proportional to the number of samples.
         factors |= {index: half / run.num_samples for index, _ in run.activations()}
         held_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
         peak_bytes = run.peak_if(factors, held_bytes=held_bytes)
@@ -281,7 +282,7 @@ class MicroBatch(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Return how batches were split, and how often memory ran out."""
+        """Return the size, the number of split batches, and the out-of-memory errors."""
         size = self._size
         if size is None:
             return Outcome(did="no training data yet", effective=False)

@@ -1,8 +1,8 @@
 """Read from the environment how this process was launched, and compare it with the Trainer's devices.
 
-A run on several devices is several processes. The command starts them (launch/ranks.py), or torchrun or SLURM
-does, independently of `trainer.devices`. If the numbers differ, Lightning waits for ranks that never come, or
-trains the same run several times. run.py and the verbs call these checks.
+A run on several devices is several processes. The command starts them (launch/ranks.py), or a launcher
+(torchrun, SLURM) does, independently of `trainer.devices`. If the numbers differ, Lightning waits for ranks
+that never come, or trains the same run several times. run.py and the verbs call these checks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ RUN_DIR = "LIGHTNING_EFF_RUN_DIR"
 RAY = "LIGHTNING_EFF_RAY"
 """Environment variable with the accelerator of a Ray worker, which otherwise looks like a torchrun rank."""
 WAIT_S = 300.0
-"""Time limit for ranks to agree on the run's folder: importing torch may take a minute."""
-_KEY = "lightning_eff"
+"""Time limit for ranks to agree on the run's folder; one that starts slowly may import torch for a minute."""
+_KEY = "lightning_eff"  # prefix of our keys in torchrun's store
 POLL_S = 0.05
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable: `True` while MASTER_PORT is torchrun's store, which exists before any rank."""
 _served: list[TCPStore] = []
-"""Rank 0's store, kept alive until the process ends; its process group finds it by its port."""
+"""Rank 0's store, kept alive until the process ends; the process group connects to its port."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Launch:
     """Who started this process, and as which rank."""
 
     by: str = ""
-    """`torchrun` (or the command, which sets the same variables), `slurm`, `ray`, or `lightning` for other
-    launchers that Lightning detects. Empty if no launcher started this process; it then starts the ranks."""
+    """`torchrun` (or our command, which sets the same variables), `slurm`, `ray`, or `lightning` for other
+    launchers that Lightning detects. Empty if no launcher started this process: it then starts the ranks."""
     rank: int = 0
     num_tasks: int | None = None
     num_local_tasks: int | None = None
     accelerator: str = ""
-    """Of a Ray worker, which may see GPUs that are not its own; otherwise empty."""
+    """The accelerator of a Ray worker, which may see other workers' GPUs; otherwise empty."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Launch:
@@ -57,7 +57,7 @@ class Launch:
         Example:
             >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_NTASKS_PER_NODE": "2"})
             Launch(by='slurm', rank=3, num_tasks=4, num_local_tasks=2, accelerator='')
-            >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}).by  # a shell: it starts none
+            >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}).by  # a shell starts no tasks
             ''
         """
         number = {key: int(text) for key, text in environment.items() if text.isdecimal()}
@@ -104,7 +104,7 @@ def num_gpus(trainer: Mapping[str, Any]) -> int:
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
-    """Reject more processes than this machine has GPUs, or more than 4 per CPU core.
+    """Reject more processes than this machine has GPUs or, without GPUs, 4 per CPU core.
 
     Example:
         >>> check_devices({"accelerator": "cpu", "devices": 99999})
@@ -120,7 +120,7 @@ def check_devices(trainer: Mapping[str, Any]) -> None:
 
 
 def num_nodes(trainer: Mapping[str, Any]) -> int:
-    """Return the number of machines in a Trainer's settings; 1 for `auto`, as without a launcher."""
+    """Return the number of machines in a Trainer's settings; 1 for `auto`."""
     found = trainer.get("num_nodes") or 1
     return 1 if found == "auto" else int(found)
 
@@ -150,7 +150,7 @@ def as_started(trainer: Mapping[str, Any], launch: Launch | None = None) -> dict
 
 
 def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
-    """Reject a process that would train alone although its machine is one of several.
+    """Reject a process that would train alone although several were started.
 
     Raises:
         ConfigError: Several machines or processes were started without torchrun (`PET_NNODES`,
@@ -223,17 +223,17 @@ def check_not_started(launch: Launch) -> None:
     """Reject `launch=ray` in a process that another launcher has started as one of several.
 
     Raises:
-        ConfigError: It is such a process.
+        ConfigError: Another launcher has started the ranks.
 
     Example:
-        >>> check_not_started(Launch("slurm", num_tasks=1))  # a job of SLURM in which Ray starts the ranks
+        >>> check_not_started(Launch("slurm", num_tasks=1))  # Ray starts the ranks inside a SLURM job
         >>> check_not_started(Launch("torchrun", num_tasks=2))
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: launch='ray': expected none: torchrun has started the ranks ...
     """
-    of_pods = os.environ.get("PET_NNODES", "1") != "1"  # each pod would start its own Ray
-    if (launch.num_tasks or 1) > 1 or launch.by == "lightning" or of_pods:
-        allowed = f"none: {'Kubeflow' if of_pods else launch.by} has started the ranks already"
+    has_pods = os.environ.get("PET_NNODES", "1") != "1"  # each pod would start a separate Ray
+    if (launch.num_tasks or 1) > 1 or launch.by == "lightning" or has_pods:
+        allowed = f"none: {'Kubeflow' if has_pods else launch.by} has started the ranks already"
         remedies = ["launch=none", "lightning-eff train ... launch=ray  # once"]
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
 
@@ -246,7 +246,7 @@ def check_local(values: Mapping[str, Any], reason: str) -> None:
 
 
 def starts_ranks(values: Mapping[str, Any], launch: Launch) -> bool:
-    """Return whether ranks are still to be started: by Ray, or several by the command."""
+    """Return whether this process has to start the ranks: with Ray, or several on this machine."""
     if values.get("launch") and launch.by != "ray":
         check_not_started(launch)
         return True
@@ -257,7 +257,7 @@ def check_sweep(launch: Launch, recipe: str) -> None:
     """Reject a sweep in several processes.
 
     Raises:
-        UsageError: There are several; the text has a command that works.
+        UsageError: A launcher has started several; the text has a command that works.
     """
     if (launch.num_tasks or 1) > 1:
         text = f"-m in {launch.num_tasks} processes of {launch.by}: each would run the whole sweep"
@@ -269,7 +269,7 @@ def make_folder(path: Path) -> None:
     """Create a folder below the output root.
 
     Raises:
-        ConfigError: It cannot be created, because of a wrong setting.
+        ConfigError: The folder cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -279,10 +279,15 @@ def make_folder(path: Path) -> None:
 
 
 def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> Path:
-    """Return the run's folder, equal on all ranks, each of which has composed one with its own timestamp.
+    """Return one folder for all ranks of a run: each rank composed a folder with a different timestamp.
+
+    Args:
+        launch: How this process was launched.
+        folder: The folder that this rank composed.
+        has_default_name: Whether the folder's name has a timestamp; if not, the ranks have the same folder.
 
     Raises:
-        UsageError: A rank is too late, or the ranks have no store to exchange the folder through.
+        UsageError: A rank is too late, or the ranks have no store through which to exchange the folder.
     """
     if RUN_DIR in os.environ:
         return Path(os.environ[RUN_DIR])
@@ -302,27 +307,26 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=WAIT_S))
-        return agree(store, launch.rank, launch.num_tasks or 1, folder, WAIT_S)
+        return agree(store, launch.rank, launch.num_tasks or 1, folder)
     except DistError as error:
         raise UsageError(text) from error
 
 
-def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path, wait_s: float) -> Path:
+def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path) -> Path:
     """Return rank 0's folder, and set the address where the ranks of this attempt will meet.
 
-    torchrun's store survives a restart, including the addresses of the previous attempt. A restarted rank
+    torchrun's store survives a restart, with the addresses of the previous attempt in it. A restarted rank
     that reads such an address connects to a process that is gone. The restart number does not distinguish
-    attempts, because each machine counts its own. So each rank asks with a random key, and rank 0 answers
-    with the address of its own store, which ends with rank 0.
+    attempts, because each machine counts separately. So each rank asks with a random key. Rank 0 answers with
+    the address of a new store, which ends when rank 0 ends.
 
     Source: https://github.com/pytorch/pytorch/issues/135712 and 167288, open in torch 2.13.
 
     Args:
-        store: torchrun's, with `wait_s` as its timeout.
-        rank: Of this process.
-        num_ranks: On all machines.
-        folder: This rank's.
-        wait_s: Seconds that rank 0 waits for the others.
+        store: torchrun's store, with `WAIT_S` as its timeout.
+        rank: The rank of this process.
+        num_ranks: Number of ranks on all machines.
+        folder: The folder that this rank composed.
 
     Raises:
         DistError: A rank did not ask in time, or rank 0 did not answer in time.
@@ -334,7 +338,7 @@ def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path, wait_s: floa
         store.set(f"{_KEY}/heard/{answer['attempt']}/{rank}", "")
     else:
         answer = {"attempt": uuid4().hex, "folder": str(folder), **_serve(os.environ["MASTER_ADDR"])}
-        _answer_all(store, set(range(1, num_ranks)), answer, wait_s)
+        _answer_all(store, set(range(1, num_ranks)), answer)
     os.environ |= {"MASTER_ADDR": answer["host"], "MASTER_PORT": str(answer["port"]), AGENT_STORE: "False"}
     return Path(answer["folder"])
 
@@ -344,18 +348,22 @@ def _serve(host: str) -> dict[str, Any]:
 
     _served.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True))
     port = _served[-1].port
-    try:  # other ranks reach torchrun's store at this name; rank 0 may be on another machine
+    # `host` is the address of torchrun's store, which may be on another machine than rank 0.
+    try:
         socket.create_connection((host, port), timeout=2.0).close()
     except OSError:
         host = socket.getfqdn()
     return {"host": host, "port": port}
 
 
-def _answer_all(store: TCPStore, ranks: set[int], answer: dict[str, Any], wait_s: float) -> None:
-    """Answer every rank's question until all have read it: a question may come from a previous attempt."""
+def _answer_all(store: TCPStore, ranks: set[int], answer: dict[str, Any]) -> None:
+    """Answer the ranks' questions until all have read the answer.
+
+    A question in the store may come from a previous attempt, so it is read and answered repeatedly.
+    """
     from torch.distributed import DistStoreError
 
-    end = time.monotonic() + wait_s
+    end = time.monotonic() + WAIT_S
     while ranks:
         for rank in ranks:
             if store.check([f"{_KEY}/ask/{rank}"]):

@@ -1,17 +1,17 @@
 """Start the ranks of a run on this machine; if one of them fails, end all and name it in one line.
 
-`train` and the verbs that evaluate call `run_ranks`. The command's process is the parent of all ranks, as
-torchrun's is. Ranks find torchrun's variables in the environment and write errors to torchrun's error file,
-so they need not know which of the two started them.
+`train` and the verbs that evaluate call `run_ranks`. As with torchrun, one process is the parent of all
+ranks. It sets the same environment variables as torchrun, and ranks write errors to the same error file.
 
 Why not torch's own agent (`torch.distributed.launcher`): after a rank has failed, it waits 30 s for ranks
-that hang in a collective. Why not Lightning's launcher: rank 0 is the parent of the others, so nothing
-watches it.
+that hang in a collective. Why not Lightning's launcher: rank 0 is the parent of the others, and no process
+watches rank 0.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -40,8 +40,12 @@ from lightning_eff.launch.job import RUN_DIR, Launch, check_devices, check_machi
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PARENT = "LIGHTNING_EFF_PARENT"
-"""Environment variable with the process that started the ranks, which may be gone before they look."""
+"""Environment variable with the id of the process that started the ranks.
+
+A rank cannot ask the system: if that process has ended meanwhile, the rank already has another parent.
+"""
 STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
+"""Exit codes of ranks that a signal has stopped."""
 POLL_S = 0.2
 
 
@@ -55,8 +59,8 @@ def run_ranks(
 ) -> dict[str, Any]:
     """Run a verb in one process per device of this machine, which is machine NODE_RANK.
 
-    With several machines, MASTER_ADDR and MASTER_PORT in the environment are the address where the ranks
-    meet. With `as_json`, stdout belongs to the caller, and the ranks' stdout goes to stderr.
+    With several machines, the ranks meet at the address in MASTER_ADDR and MASTER_PORT. With `as_json`, the
+    ranks' stdout goes to stderr, because the caller prints JSON on stdout.
 
     Returns:
         The efficiency report in `folder`; empty without that monitor.
@@ -86,7 +90,7 @@ def run_ranks(
             codes = _wait(ranks)
         finally:
             _kill(ranks)
-        if received:  # a rank may have died of the signal before it could stop
+        if received:  # a rank may have been killed by the signal before it had a handler
             codes = [128 + received[0] if code == -received[0] else code for code in codes]
         failure = first_failure(codes, files, folder, first_rank=first)
     if failure is not None:
@@ -122,7 +126,10 @@ def _stopped(codes: Sequence[int | None], *, is_reported: bool) -> BaseException
 
 @contextmanager
 def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[list[int]]:
-    """Forward signals that stop a run to the ranks; yield those received. A second SIGINT raises."""
+    """Forward signals that stop a run to the ranks, and yield the list of received ones.
+
+    A second SIGINT raises KeyboardInterrupt.
+    """
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -138,8 +145,8 @@ def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[li
 
 @contextmanager
 def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Handle signals unless they are ignored (under `nohup`); only in the main thread, as Python requires."""
-    is_main = threading.current_thread() is threading.main_thread()
+    """Handle signals inside the context, except those that are ignored (under `nohup`)."""
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
     numbers = [signal.Signals[name] for name in names if is_main and hasattr(signal, name)]
     numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in numbers}
@@ -156,13 +163,14 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
         if any(code not in (None, 0, *STOPPED) for code in codes):
             break
         time.sleep(POLL_S)
-    return [rank.poll() for rank in ranks]  # again: the rank that broke the connection ended earlier
+    # Poll again: the rank that failed first may have ended after its poll, and before the others' polls.
+    return [rank.poll() for rank in ranks]
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     for rank in ranks:
-        with suppress(ProcessLookupError):  # its whole group has ended
-            os.killpg(rank.pid, signal.SIGKILL)  # inside a collective it does not handle SIGTERM
+        with suppress(ProcessLookupError):  # all processes of its group have ended
+            os.killpg(rank.pid, signal.SIGKILL)  # a rank in a collective does not handle SIGTERM
     for rank in ranks:
         rank.wait()
 
@@ -172,16 +180,21 @@ def first_failure(
 ) -> RankError | None:
     """Return the error of the rank that failed first; None if no rank failed.
 
-    A rank that had to be killed has the exit code None. A rank that failed without an error file was the
-    cause: the other ranks failed when they lost it.
+    Args:
+        codes: Exit codes by rank; None for a rank that was still running and had to be killed.
+        files: Error files by rank. A rank that failed without writing one is the cause: the other ranks
+            failed because they lost their connection to it. SIGABRT is the exception: gloo's threads abort a
+            rank that loses its connection.
+        folder: The run's folder, with the tracebacks.
+        first_rank: Rank of the first code and file.
     """
-    found: list[tuple[float, int, str, int]] = []
+    found: list[tuple[float, int, str, int]] = []  # time, rank, text, exit code
     for rank, (code, file) in enumerate(zip(codes, files, strict=True), start=first_rank):
         if file.exists():
             text: str = json.loads(file.read_text())["message"]["message"]
             log = error_log(folder, rank)
             where = f" (traceback: {log})" if log.exists() else ""
-            if "\n  try: " in text:  # complete after the error's class name
+            if "\n  try: " in text:  # an error with remedies: only the class name is removed
                 text = text.partition(": ")[2]
             else:
                 text = f"rank {rank}: {text.splitlines()[0]}{where}"
@@ -191,7 +204,8 @@ def first_failure(
             if code < 0:
                 cause = f"was killed by {signal.Signals(-code).name}"
                 cause += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
-            found.append((0.0, rank, f"rank {rank} {cause}", max(code, EXIT_FAILED)))
+            failed_s = math.inf if code == -signal.SIGABRT else 0.0
+            found.append((failed_s, rank, f"rank {rank} {cause}", max(code, EXIT_FAILED)))
     if not found:
         return None
     _, _, text, exit_code = min(found)
@@ -209,7 +223,7 @@ def error_log(folder: Path, rank: int) -> Path:
 
 
 def end_with_parent() -> None:
-    """End this rank as soon as its parent process is gone; costs a polling thread."""
+    """Start a thread that ends this rank once its parent process is gone."""
     parent = int(os.environ.get(PARENT, os.getppid()))
 
     def watch() -> None:
@@ -232,24 +246,24 @@ def exit_now(text: str, code: int) -> None:
 
 @contextmanager
 def reported_to_parent(launch: Launch) -> Generator[None]:
-    """End with the process that started this rank, if any, and report this rank's failure to it."""
+    """Report this rank's failure to the process that started it, if any, and end with that process."""
     if launch.by == "torchrun":
         end_with_parent()
     try:
         yield
     except BaseException as error:
         if exit_code(error) not in (EXIT_OK, *STOPPED) and report_error(error):
-            # torchrun's summary comes after the last restart; with restarts, each attempt reports its failure
-            # here.
+            # torchrun prints a summary after the last attempt only. With restarts, each attempt is reported
+            # here too; a wrong setting, which is the same on all ranks, by rank 0 alone.
             is_last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
             error.__dict__["is_reported"] = is_last or (launch.rank > 0 and isinstance(error, PRE_RUN_ERRORS))
         raise
 
 
 def report_error(error: BaseException) -> bool:
-    """Write the current error to the parent's error file; return whether there is one."""
+    """Write an error to the parent's error file; return whether a parent asked for one."""
     file = os.environ.get(ERROR_FILE)
-    if file and not Path(file).exists():  # keep the first cause
+    if file and not Path(file).exists():  # a later error may be a consequence of the first
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)

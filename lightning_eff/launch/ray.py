@@ -1,11 +1,12 @@
 """Start the ranks of a run as workers of Ray Train, which restarts them when one is lost.
 
 `lightning-eff train RECIPE launch=ray launch.workers=4` starts Ray on this machine, or uses a running
-cluster. It trains the recipe with its strategy: each worker runs the same `train` as any other rank.
-`trainer.devices` is the number of workers per machine, `trainer.num_nodes` the number of machines. Each
-checkpoint of `model_checkpoint` is reported to Ray without a copy. The run's folder is Ray's storage, so all
-machines must see the output root. When a worker is lost, Ray restarts all workers, and they resume from the
-newest intact checkpoint.
+cluster. Each worker runs the same `train` as any other rank, with the recipe's strategy. Ray sets
+`trainer.devices` (workers per machine) and `trainer.num_nodes` (machines).
+
+Each checkpoint of `model_checkpoint` is reported to Ray. It is not copied: the run's folder is Ray's storage,
+so all machines must see the output root. When a worker is lost, Ray restarts all workers, and they resume
+from the newest intact checkpoint.
 
 This file has the settings; ray_driver.py starts the workers, and each worker runs ray_worker.py.
 
@@ -30,7 +31,7 @@ from lightning_eff.launch.job import num_ranks
 
 
 class Ray:
-    """The settings of a run that Ray starts.
+    """The settings of `launch=ray`.
 
     Args:
         workers: Number of ranks, or the minimum and maximum: Ray then runs as many as the cluster has
@@ -78,15 +79,15 @@ class Ray:
 
     @property
     def cluster(self) -> str:
-        """Where Ray runs: an address, or `local` if it is started for this run."""
+        """The address of Ray's cluster; `local` if Ray is started for this run."""
         return self.address or os.environ.get("RAY_ADDRESS") or "local"
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Reject settings of the run that contradict these settings, before Ray is started.
+        """Compare the settings of the run with these settings, before Ray is started.
 
         Raises:
             ConfigError: The number of devices, the accelerator or the checkpoint folder contradicts them, or
-                the global batch size does not fit.
+                the global batch size does not fit the number of workers.
         """
         trainer, (least, most) = values["trainer"], self.bounds
         devices = str(trainer.get("devices", "auto"))

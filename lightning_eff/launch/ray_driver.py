@@ -1,7 +1,6 @@
 """Start Ray and its workers, forward signals and output, and turn the outcome into a report or an error.
 
-`train` calls `run`. Ray's `fit` runs in a thread, so that signals are handled at once, and by us instead of
-Ray.
+`train` calls `run`. Ray's `fit` runs in a thread, so that this module, not Ray, handles signals, and at once.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from lightning_eff.launch.ray import Ray
 from lightning_eff.launch.ray_worker import FOLDER, exchanged, work
 
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Memory of our own Ray instance for sent objects; Ray's default is 30 % of the machine's memory."""
+"""Memory for sent objects, if Ray is started for this run; Ray's default is 30 % of the machine's memory."""
 LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
 """Ray's errors for a lost worker; by name, since Ray Train does not export its own."""
 SETTINGS = {
-    # The command configures the worker's root logger, and `print` writes to our file.
+    # The command configures the worker's root logger, and the worker's output goes to a file.
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Environment variables of Ray, unless the user sets them."""
+"""Environment variables for Ray; a user's own values win."""
 
 
 def run(
@@ -69,7 +68,8 @@ def run(
     make_folder(folder.parent)
     shared.mkdir(parents=True)
     exchanged(folder, "stop").touch()
-    (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # else Ray resumes from it
+    # Otherwise Ray would resume from the checkpoint of an earlier run in this folder.
+    (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     config = {
@@ -80,7 +80,7 @@ def run(
         "gpu": options.gpu,
     }
     try:
-        # Twice: Ray sets a signal handler while it starts, and loses a KeyboardInterrupt.
+        # Forwarded twice: while Ray starts, it sets its own handlers, and a KeyboardInterrupt would be lost.
         with _forwarded(folder) as early, _started(options), _forwarded(folder) as later:
             error = None if early else _fit(options, config, folder, later)
         failure = _failure(error, folder, options.max_failures)
@@ -99,7 +99,6 @@ def run(
 
 
 def _check_installed() -> None:
-    """Reject a Ray Train that is missing."""
     try:
         importlib.import_module("ray.train.torch")
     except ImportError as error:
@@ -109,7 +108,7 @@ def _check_installed() -> None:
 
 @contextmanager
 def _started(options: Ray) -> Generator[None]:
-    """Start our own Ray instance and end all its processes, or connect to a running cluster."""
+    """Start Ray for this run and end all its processes, or connect to a running cluster."""
     ray: Any = importlib.import_module("ray")
     try:
         _init(options.cluster)
@@ -130,24 +129,20 @@ def _init(cluster: str) -> None:
         text = f"launch.address={cluster}: no Ray answers there ({root_cause_line(error)})"
         text += "\n  try: ray start --head\n  try: launch.address=null"
         raise EnvironmentLacksError(text) from error
-    except SystemExit as error:  # until ours is restored, Ray's handler of SIGTERM exits with the bare number
+    except SystemExit as error:  # Ray's handler of SIGTERM exits with the signal's number as the code
         raise SystemExit(EXIT_TERMINATED if error.code == signal.SIGTERM else error.code) from error
 
 
 def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
-    """Reject a run that our own Ray can never fit; a cluster may grow, so there only log that it waits."""
-    least, most = options.bounds
-    for name, each, remedy in (
-        ("CPU", options.cpus, "launch.cpus=1"),
-        ("GPU", options.gpu, "launch.gpu=false"),
-    ):
-        found = int(resources.get(name, 0))
-        if least * each <= found:
+    """Reject a run that this machine cannot hold; a cluster may grow, so there only log that it waits."""
+    needs = [("CPU", options.cpus, "launch.cpus=1"), ("GPU", int(options.gpu), "launch.gpu=false")]
+    for name, per_worker, remedy in needs:
+        needed, found = options.bounds[0] * per_worker, int(resources.get(name, 0))
+        if needed <= found:
             continue
-        text = f"launch.workers={options.workers} needs {least * each} {name}s, and Ray has {found}"
+        text = f"launch.workers={options.workers} needs {needed} {name}s, and Ray has {found}"
         if options.cluster == "local":
-            room = found // each
-            fits = f"launch.workers={room if least == most else f'[{room},{most}]'}" if room else remedy
+            fits = f"launch.workers={found // per_worker}" if found >= per_worker else remedy
             text += f"\n  try: {fits}\n  try: launch.address=auto  # a running cluster"
             raise EnvironmentLacksError(text)
         sys.stderr.write(f"{text}: waits for more\n")
@@ -155,7 +150,10 @@ def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
 
 @contextmanager
 def _forwarded(folder: Path) -> Generator[list[int]]:
-    """Forward signals that stop a run to the workers; yield those received. A second one exits at once."""
+    """Forward signals that stop a run to the workers, and yield the list of received ones.
+
+    A second signal ends this process at once.
+    """
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -171,9 +169,9 @@ def _forwarded(folder: Path) -> Generator[list[int]]:
 
 
 def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[int]) -> BaseException | None:
-    """Run the workers and print their output meanwhile; return Ray's error.
+    """Run the workers, print their output meanwhile, and return Ray's error, if any.
 
-    Ends at once if a signal is received before any worker exists to read it, while Ray waits for resources.
+    While Ray waits for resources, no worker exists that could read a signal: then a signal ends the wait.
     """
     train: Any = importlib.import_module("ray.train")
     least, most = options.bounds
@@ -212,7 +210,7 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
 
 
 def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, TextIO]) -> None:
-    """Print the ranks' new output since the last call; `printed` has the bytes printed so far, by file."""
+    """Print the ranks' output since the last call; `printed` has the number of printed bytes by file."""
     for stream, target in streams.items():
         for file in sorted((folder / FOLDER).glob(f"rank*.{stream}")):
             with file.open("rb") as opened:
@@ -224,7 +222,7 @@ def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, Tex
 
 
 def _failure(error: BaseException | None, folder: Path, max_failures: int) -> RankError | None:
-    """Return the error of the run: the worker that was lost, or the rank that failed first."""
+    """Return the run's error, which names a worker that was lost or the rank that failed first; or None."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     names = {rank: {kind.__name__ for kind in type(failure).__mro__} for rank, failure in failures.items()}
     lost = [rank for rank, kinds in names.items() if kinds & LOST]

@@ -1,10 +1,9 @@
 """Code that a worker of Ray runs: the same `train` as any other rank, with output and errors in files.
 
-ray_driver.py sends `work` to each worker. The worker sets torchrun's variables from Ray's, so Lightning and
-this package treat it as a rank of torchrun. Ray calls it in a thread and serves the driver in the main
-thread, so signals do not arrive here: the driver writes them to a file (launch/stop.py). Output goes to a
-file, whose lines the driver copies once and unchanged. Ray would send each line twice, prefixed with the
-worker's name.
+ray_driver.py sends `work` to each worker. The worker sets torchrun's environment variables, so Lightning and
+this package treat it as a rank of torchrun. Ray calls `work` in a thread, which receives no signals: the
+driver writes them to a file (launch/stop.py). The worker's output goes to a file too, and the driver prints
+it. Ray itself would print each line twice, prefixed with the worker's name.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from lightning_eff.launch.stop import STOP_FILE
 log = logging.getLogger(__name__)
 
 FOLDER = "ray"
-"""Folder in the run's folder for files exchanged by driver and workers; removed at the end."""
+"""Subfolder of the run's folder, for the files that driver and workers exchange; removed at the end."""
 
 
 def exchanged(folder: Path, name: str) -> Path:
@@ -78,8 +77,8 @@ def work(config: dict[str, Any]) -> None:
         for stream, redirect in {"stdout": redirect_stdout, "stderr": redirect_stderr}.items():
             file = exchanged(folder, f"rank{rank}.{stream}").open("a", buffering=1, encoding="utf-8")
             stack.enter_context(redirect(stack.enter_context(file)))
-        # The command sets a handler on the root logger. Lightning, imported earlier, found none and added its
-        # own.
+        # The command will set a handler on the root logger. Lightning was imported before, found no handler
+        # and added its own, which would log each line again.
         for name in ("", "lightning", "lightning.fabric", "lightning.pytorch"):
             logging.getLogger(name).handlers.clear()
             logging.getLogger(name).propagate = True
@@ -89,7 +88,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def _forget_last_attempt(folder: Path, launch: Launch) -> None:
-    """Remove the errors of the last attempt, before Ray restarts the workers.
+    """Remove the errors of the last attempt, so that its ranks are not named as failed.
 
     Raises:
         RuntimeError: This machine does not see the run's folder.
@@ -107,10 +106,10 @@ def _forget_last_attempt(folder: Path, launch: Launch) -> None:
 
 
 def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path, launch: Launch) -> int:
-    """Return the exit code of a run that finished, or that a restart would not help.
+    """Train; return the exit code if the run finished, was stopped, or would fail again after a restart.
 
     Raises:
-        RuntimeError: It failed. Ray pickles the error, which other classes may not survive.
+        RuntimeError: The run failed. Ray pickles this error; not every class of errors can be pickled.
     """
     try:
         check_even(launch)
@@ -161,8 +160,9 @@ def check_device(device: Any, local_rank: int) -> None:
 class RayReport(Checkpoint):
     """Report to Ray after each checkpoint of the run's `ModelCheckpoint`; all ranks at the same steps.
 
-    Its base class puts it after the callbacks that save. The run's folder is Ray's storage, so nothing is
-    copied: Ray keeps the folder of checkpoints, where a restarted run finds its newest intact one.
+    Its base class makes Lightning call it after the callbacks that save. The run's folder is Ray's storage,
+    so nothing is copied. Ray keeps the path of the folder, where a restarted run finds the newest intact
+    checkpoint.
     """
 
     def __init__(self) -> None:
@@ -181,8 +181,8 @@ class RayReport(Checkpoint):
         self._reported_step = step
         path = Path(file)
         train: Any = importlib.import_module("ray.train")
-        # All ranks report and wait for each other. Only rank 0 names a checkpoint file; a checkpoint folder,
-        # which every rank writes to, is named by all ranks.
+        # `report` waits for all ranks. Rank 0 wrote a checkpoint file, so only rank 0 names it; every rank
+        # wrote to a checkpoint folder, so all name it.
         is_named = trainer.is_global_zero or path.is_dir()
         train.report(
             {"step": step, "epoch": trainer.current_epoch, "checkpoint": path.name},

@@ -1,15 +1,15 @@
 """Stop all ranks at the same step, and let a rank that fails alone exit without waiting for the others.
 
-In Lightning 2.6 a rank that receives SIGTERM broadcasts from inside its signal handler, in the middle of any
-running collective. The ranks then wait for each other until the process group times out. And a rank that
-raises saves a checkpoint, which waits at a barrier that the other ranks never reach.
+In Lightning 2.6, a rank that receives SIGTERM broadcasts it from inside the signal handler, even in the
+middle of another collective. The ranks then wait for each other until the process group times out. A rank
+that raises an error saves a checkpoint, and waits at a barrier that the other ranks never reach.
 
-Here the signal handler only records the signal. Before each batch, all ranks reduce their recorded signals
-(this replaces a broadcast of Lightning's). They stop together, between two optimizer steps, so that a
-checkpoint can be saved. A rank that fails saves none. The verb `train` wraps `fit` in `ended_together`.
+Here, the signal handler only records the signal. Before each batch, an all-reduce of the recorded signals
+replaces Lightning's broadcast. All ranks stop together, between two optimizer steps, so that a checkpoint can
+be saved. A rank that fails alone saves none. The verb `train` wraps `fit` in `ended_together`.
 
-SIGHUP, sent when a terminal closes, stops a run like SIGTERM. So does SIGUSR1, which SLURM can send before a
-job's time is over; its exit code tells the job's script to requeue the run.
+SIGHUP, which is sent when a terminal closes, stops a run like SIGTERM does. SIGUSR1 does too: SLURM can send
+it shortly before a job's time limit. Its exit code tells the job's script to requeue the run.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from lightning_eff.launch.job import Launch
 from lightning_eff.launch.ranks import POLL_S, STOPPED, error_log, exit_now, handled, report_error
 
 STOP_FILE = "LIGHTNING_EFF_STOP_FILE"
-"""Environment variable with a file through which another process sends this one a signal's number."""
+"""Environment variable with the path of a file to which another process writes the number of a signal."""
 CLEANUP_TIMEOUT_S = 10.0
-"""Time limit for the callbacks of a failed rank, one of which may wait for the other ranks."""
+"""Time limit for the callbacks of a failed rank: one of them may wait for the other ranks."""
 
 
 @contextmanager
@@ -54,13 +54,13 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
 
     Raises:
         RankError: This rank of several has failed; the text names it and the cause.
-        SystemExit: SIGUSR1 stopped the run. Lightning has one exception for both this signal and SIGTERM.
+        SystemExit: SIGUSR1 stopped the run. (Lightning's SIGTERMException does not distinguish the signals.)
     """
     is_alone = trainer.world_size == 1
     stop = StopAfterStep() if is_alone else CoordinatedStop(launch.rank)
     callbacks_of(trainer).insert(0, stop)
     try:
-        # Under SLURM, Lightning saves from inside its own handler, within a step, unless a handler exists.
+        # Under SLURM, Lightning would set a handler that saves within a step, unless it finds a handler.
         with handled(["SIGHUP", "SIGUSR1"], stop.record), _signals_from_file(stop.record):
             yield
     except BaseException as error:
@@ -71,7 +71,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
             raise stopped from error
         if code in STOPPED:
             error.__dict__["is_reported"] = bool(launch.rank)  # by rank 0
-        elif not is_alone and not hasattr(error, "exit_code"):  # else the text is complete, with remedies
+        elif not is_alone and not hasattr(error, "exit_code"):  # this package's errors have a complete text
             where = f"(traceback: {error_log(folder, launch.rank)})"
             raise RankError(f"rank {launch.rank}: {root_cause_line(error)} {where}", code) from error
         raise
@@ -79,12 +79,12 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
 
 @contextmanager
 def _signals_from_file(record: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Record the signal in the file that the environment names, if any: workers of Ray receive no signals."""
+    """Record the signal from the file in STOP_FILE, if it is set: Ray's workers receive no signals."""
     file, is_over = os.environ.get(STOP_FILE), threading.Event()
 
     def watch(path: Path) -> None:
         while not is_over.wait(POLL_S):
-            with suppress(OSError):  # a busy shared disk
+            with suppress(OSError):  # a shared file system may fail for a moment
                 if text := path.read_text():
                     record(int(text), None)
                     return
@@ -110,7 +110,7 @@ class StopAfterStep(pl.Callback):
         vars(_connector(trainer))["_sigterm_notifier_fn"] = self.record
 
     def record(self, number: int, _: FrameType | None) -> None:
-        """Keep a signal; outside of training, for example in a long validation, stop at once."""
+        """Record a signal; outside of training, for example in a long validation, stop at once."""
         self.received = number
         if self._trainer is not None and not self._trainer.training:
             _connector(self._trainer).received_sigterm = True
@@ -130,7 +130,7 @@ def _connector(trainer: pl.Trainer) -> Any:
 
 
 class CoordinatedStop(pl.Callback):
-    """Stop all ranks when one of them has received a signal; end this rank soon if only it fails."""
+    """Stop all ranks when one of them has received a signal; end this rank soon if it fails alone."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -140,8 +140,8 @@ class CoordinatedStop(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Replace the broadcast of rank 0's SIGTERM before each batch; both attributes are private in
-        # Lightning 2.6.
+        # The second one replaces Lightning's broadcast of rank 0's SIGTERM before each batch. Both are
+        # private in Lightning 2.6.
         vars(_connector(trainer))["_sigterm_notifier_fn"] = self.record
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = partial(self._agree, trainer)
 
@@ -151,15 +151,15 @@ class CoordinatedStop(pl.Callback):
             self._previous_handler = signal.signal(signal.SIGINT, self.record)
 
     def record(self, number: int, frame: FrameType | None) -> None:
-        """Keep a signal for the next batch."""
+        """Record a signal until the next batch."""
         if self.received == number == signal.SIGINT:  # Ctrl-C twice: do not wait for the step
             signal.default_int_handler(number, frame)
         self.received = number
 
     def _agree(self, trainer: pl.Trainer) -> None:
-        """Stop here if any rank has received a signal, except between micro-batches of one step."""
+        """Stop if any rank has received a signal, except between the batches of one step."""
         received = torch.tensor([self.received], device=trainer.strategy.root_device)
-        # All ranks take part before every batch. MAX: SIGTERM (15) wins over SIGINT (2), SIGHUP (1).
+        # All ranks call this before every batch. MAX: SIGTERM (15) wins over SIGINT (2) and SIGHUP (1).
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         number = int(received)
         loop: Any = trainer.fit_loop.epoch_loop
@@ -178,7 +178,7 @@ class CoordinatedStop(pl.Callback):
         self.on_train_end(trainer, pl_module)
         if self._has_agreed:
             return
-        save_nothing_on_exception(trainer)  # saving is a collective, which the other ranks have not entered
+        save_nothing_on_exception(trainer)  # saving is a collective, and the other ranks do not take part
         if exit_code(exception) in STOPPED:
             return
         report_error(exception)

@@ -1,10 +1,10 @@
 """One optimizer step from several passes: accumulation, micro-batches, and retries after OOM errors.
 
-Where to change accumulation: callbacks/gradient_accumulation.py sets the number of batches per step,
-lightning_loop.py is the loop that Lightning calls, window.py has the scale factors, and splitting.py counts
-samples.
-Where to change micro-batches: callbacks/micro_batch.py has the options, micro_batch_runner.py runs under
-Lightning and fabric.py without it, oom_retry.py chooses the size and retries, snapshot.py undoes a failed
-step, and mean_check.py rejects unsuitable losses.
-Ranks with different numbers of batches: uneven_ranks.py.
+To change accumulation, read callbacks/gradient_accumulation.py (the number of batches per step),
+lightning_loop.py (the loop that Lightning calls), window.py (scale factors) and splitting.py (counts of
+samples).
+To change micro-batches, read callbacks/micro_batch.py (options), micro_batch_runner.py (Lightning) or
+fabric.py (hand-written loops), oom_retry.py (choice of the size, retries), snapshot.py (undoes a failed step)
+and mean_check.py (rejects unsuitable losses).
+uneven_ranks.py is about ranks with different numbers of batches.
 """

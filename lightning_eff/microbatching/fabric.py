@@ -1,10 +1,10 @@
 """The exact gradient of a step in a hand-written loop, under Lightning Fabric or in plain PyTorch.
 
-`ExactGradient` combines the arithmetic and the retries of GradientAccumulation and MicroBatch in one object.
-It runs the forward and backward passes of a step in micro-batches that fit in memory. Afterwards `.grad`
-holds the gradient of all samples of the step as one large batch, averaged over the ranks. Without weights,
-every rank counts the same. The loop clips and steps; it need not call `zero_grad`. The loss must be a mean
-over samples, which is not checked here.
+`ExactGradient` is for loops what GradientAccumulation and MicroBatch are for a Trainer. It runs the forward
+and backward passes of a step in micro-batches that fit in memory. Afterwards `.grad` holds the gradient of
+all samples of the step as one large batch, averaged over the ranks. Without weights, every rank counts the
+same. The loop clips and steps; it need not call `zero_grad`. The loss must be a mean over samples, which is
+not checked here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ExactGradient:
         replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped: nn.Module = replicas[0] if replicas else model
         original: Any = model
-        # Snapshots need the user's own attributes, which are below Fabric's wrapper and DDP's.
+        # Snapshots need the user's module with its attributes, inside the wrappers of Fabric and DDP.
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
         self.size = MicroBatchSize(
@@ -92,7 +92,7 @@ class ExactGradient:
                 remedies=["micro_batch_size=4", 'Fabric(strategy="ddp")'],
             )
         self._run_backward: Callable[[Tensor], Any] = fabric.backward if fabric else Tensor.backward
-        # ZeRO's strategy has its own methods for these, since its gradients are not in `.grad`.
+        # Only ZeRO's strategy has these methods, since its gradients are not in `.grad`.
         strategy: Any = fabric.strategy if fabric else None
         scale_gradients = getattr(strategy, "scale_gradients", None)
         self._discard_gradients = getattr(strategy, "discard_gradients", None)
@@ -101,7 +101,7 @@ class ExactGradient:
         self._retry = OomRetry(self.size, self._window, snapshot, self._wrapped, weight.device)
 
     def backward(self, step: Step, *batches: Any) -> Tensor:
-        """Compute the gradient of a step; it replaces the one in `.grad`.
+        """Compute the gradient of a step; it replaces the gradient in `.grad`.
 
         Args:
             step: Called with each micro-batch; calls the model.
@@ -111,14 +111,14 @@ class ExactGradient:
             The mean loss of this rank, weighted by weights or samples, detached from the graph.
 
         Raises:
-            MemoryError, RuntimeError: The allocator's own error, when no smaller size is left.
+            MemoryError, RuntimeError: Memory ran out, and there is no smaller size.
             ValueError: A weight is negative or not finite, or only some micro-batches have one.
         """
         if not batches:
             raise ValueError("backward() needs the batches of a step: gradient.backward(step, *batches)")
         for parameter in self._model.parameters():
             parameter.grad = None
-        # ZeRO keeps gradients of an earlier, incomplete step elsewhere.
+        # Under ZeRO, gradients of an earlier, incomplete step are not in `.grad`.
         if self._discard_gradients is not None:
             self._discard_gradients()
         self._window.begin(len(batches))
@@ -167,8 +167,8 @@ class ExactGradient:
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Make the optimizer's next `step` atomic: if memory runs out in it, it is undone and retried.
 
-        Acts only with `micro_batch_size="auto"`. Parameters, gradients and optimizer state are copied to host
-        memory first: before every step on a CPU, before the first step on other devices.
+        This has an effect only with `micro_batch_size="auto"`. It first copies parameters, gradients and
+        optimizer state to host memory: on a CPU before every step, on other devices before the first.
 
         Args:
             optimizer: The optimizer, wrapped by Fabric or not.

@@ -1,22 +1,22 @@
 """One exact optimizer step from one or several batches: the only subclass of Lightning's optimization loop.
 
 Each step gets the gradient of one large batch. That batch consists of the batches of a window
-(GradientAccumulation, or the Trainer's own `accumulate_grad_batches`), the micro-batches of each batch
-(MicroBatch), and all ranks. window.py has the scale factors and micro_batch_runner.py splits batches; this
-module has the methods that Lightning calls. `training_step` may return a weight next to the mean loss,
-`{"loss": loss, "loss_weight": num_tokens}`; otherwise all samples weigh the same.
+(GradientAccumulation, or the Trainer's own `accumulate_grad_batches`) on all ranks, each of which may be
+split into micro-batches (MicroBatch). window.py has the scale factors and micro_batch_runner.py splits
+batches; this module has the methods that Lightning calls. `training_step` may return a weight next to the
+mean loss, `{"loss": loss, "loss_weight": num_tokens}`; otherwise all samples weigh the same.
 
 How the batch size gets here: `GradientAccumulation(global_batch_size=...)` sets the Trainer's
 `accumulate_grad_batches`. `run` reads it at the start of a window and passes it to
 `Window.begin(num_batches)`. If the end of an epoch cuts a window short, the gradient is divided by the
-batches it has. The window also steps if the epoch ends on a batch that is not trained on (the loader returned
-None, or `on_train_batch_start` returned -1). A step that a loss scaler or SkipBadSteps skips does not count:
-neither the schedule nor `global_step` advances.
+batches it has. The optimizer also steps if the epoch ends on a batch that is not trained on (the loader
+returned None, or `on_train_batch_start` returned -1). A step that a loss scaler or SkipBadSteps skips does
+not count: neither the schedule nor `global_step` advances.
 
 Why a subclass: Lightning divides by the window's nominal length before the backward pass, when neither the
 weights nor the real length are known. It has no hook between the last backward pass and gradient clipping.
-The private names (`_AutomaticOptimization`, `_should_accumulate`, ...) are from Lightning 2.6.6 and used only
-here.
+The private names (`_AutomaticOptimization`, `_should_accumulate`, ...) are from Lightning 2.6.6. Only this
+module uses them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ExactStep(_AutomaticOptimization):
         self.counts_by = "samples count equally"
         """How the backward passes of a step are weighted, for the report."""
         self.mean_check: str | None = None
-        """Why it is unknown whether the loss is a mean; empty if it is one, None before the check."""
+        """Why it is unknown whether the loss is a mean; empty if it is one; None before the check."""
         self._num_flat_checks = 0
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
@@ -117,7 +117,7 @@ class ExactStep(_AutomaticOptimization):
         self._window = Window(
             lambda: (value for group in trainer.optimizers[0].param_groups for value in group["params"]),
             num_ranks=trainer.world_size,
-            # A collective: once per window with weights, and a second time in the first window.
+            # A collective; with weights, it runs once per window and a second time in the first window.
             sum_over_ranks=lambda value: self._reduce(value, "sum"),
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
@@ -160,7 +160,7 @@ class ExactStep(_AutomaticOptimization):
     def _begin_window(self, kwargs: Arguments) -> None:
         for prepare in self.before_window:
             prepare()
-        # SWA's epoch without backward passes has no window, also with a schedule of window lengths.
+        # StochasticWeightAveraging ends with an epoch without backward passes: a single window.
         is_whole, trainer = self._skip_backward, self.trainer
         length = trainer.num_training_batches if is_whole else trainer.accumulate_grad_batches
         self._num_batches = int(length)
@@ -181,9 +181,9 @@ class ExactStep(_AutomaticOptimization):
             self._check_mean(kwargs, is_on_all_ranks=self._num_ranks > 1)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
-        """Advance the schedulers as Lightning does after each batch; a batch not trained on makes no step.
+        """Advance the schedulers as Lightning does after each batch, unless the batch is not trained on.
 
-        If such a batch ends the epoch, the unfinished window steps first.
+        If such a batch ends the epoch, the optimizer first steps on the unfinished window.
         """
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         is_due = interval == "step" and not update_plateau_schedulers
@@ -198,14 +198,14 @@ class ExactStep(_AutomaticOptimization):
         self._reject_shards("an epoch that ends on a batch that is not trained on")
         model = self.trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            average_gradients(model)  # as the last backward pass would have done
+            average_gradients(model)  # DDP would have averaged them in the window's last backward pass
         self._is_complete, self._is_skipped = True, False
         self.num_cut_steps += 1
         self._position += 1
         self._optimizer_step(batch_idx, lambda: None)
 
     def _reject_shards(self, what: str) -> None:
-        """Reject an unfinished window of sharded gradients: only another backward pass would reduce them."""
+        """Reject an unfinished window under sharding: only a further backward pass reduces its gradients."""
         strategy = self.trainer.strategy
         if isinstance(strategy, SingleDeviceStrategy) or isinstance(strategy.model, DistributedDataParallel):
             return
@@ -231,14 +231,14 @@ class ExactStep(_AutomaticOptimization):
         if runner is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
-        # A retry runs earlier batches of the window again, which this rank had.
+        # Bound here: a retry runs this batch again later, when `is_idle` may have changed.
         forward = partial(self._forward, is_idle=self.uneven.is_idle)
         functions = StepFunctions(
             forward, zero_grad, backward, self._check_mean, self._position - 1, self._is_complete
         )
 
         def step() -> ClosureResult:
-            # An optimizer may evaluate its closure again: count this batch once.
+            # An optimizer may evaluate its closure again, but this batch counts once.
             self._window.restore(self._state_before_batch)
             return runner.run(kwargs, functions)
 
@@ -267,7 +267,7 @@ class ExactStep(_AutomaticOptimization):
             counted = progress.state_dict() if next(calls) else None
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(batch_idx, optimizer)
-            if counted is not None:  # a step that is computed again counts once
+            if counted is not None:  # a step that is computed again counts as one
                 progress.load_state_dict(counted)
 
         return zero_grad
@@ -308,8 +308,8 @@ class ExactStep(_AutomaticOptimization):
         self._loss = self._loss if result.loss is None else result.loss
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
-        # Ranks count by samples, as batches do. The exception are losses over the samples of all ranks
-        # (contrastive), which are the only ones to set `around_training_step`.
+        # Ranks are weighted by their samples, except for losses over the samples of all ranks (Contrastive,
+        # the only technique that sets `around_training_step`).
         is_by_samples = self.uneven.is_on and self.around_training_step is nullcontext
         if weight is None and part is not None and is_by_samples and batch_samples != 0:
             weight = float(part.num_samples or 1)
@@ -332,7 +332,7 @@ class ExactStep(_AutomaticOptimization):
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Reject an optimizer step on the model in `training_step`; inner loops may train copies of it."""
+        """Reject an optimizer step inside `training_step`, unless it trains a copy of the model."""
         # By identity: comparing parameters would compare their values.
         trained = {id(parameter) for parameter in self.trainer.lightning_module.parameters()}
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -343,15 +343,15 @@ class ExactStep(_AutomaticOptimization):
             )
 
     def _check_mean(self, arguments: Arguments, *, is_on_all_ranks: bool = False) -> None:
-        """Check once that the loss is a mean over samples, before the first split batch or longer window."""
+        """Check that the loss is a mean over samples; called before splits and windows, but runs once."""
         if self.mean_check is not None:
             return
         size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
         count = size.num_samples(batch) or 0
-        if self.micro_batch_size is None:  # nothing is split here, so the first dimension may be time
+        if self.micro_batch_size is None:  # the user has not asked for a split: dimension 0 may be time
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
             count = count if batch_size in (None, count) else 0
-        if is_on_all_ranks:  # forward passes may communicate, so every rank must run as many
+        if is_on_all_ranks:  # forward passes may communicate, so all ranks must run the same number
             count = int(self._reduce(count, "min"))
         # Forward passes without gradients need less memory than training.
         max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
@@ -414,7 +414,7 @@ class ExactStep(_AutomaticOptimization):
 
         def closure() -> Any:
             if next(evaluations) and self._position > 1:
-                save_nothing_on_exception(self.trainer)  # the weights are in a trial position
+                save_nothing_on_exception(self.trainer)  # the weights are those of an optimizer's trial
                 raise ConfigError(
                     key="optimizer",
                     value=type(self.trainer.optimizers[0]).__name__,
@@ -440,7 +440,7 @@ class ExactStep(_AutomaticOptimization):
         if self._is_skipped:
             progress = self.optim_progress.optimizer.step
             for counts in (progress.total, progress.current):
-                # Lightning counted the step before the optimizer skipped it; `global_step` is this counter.
+                # Lightning counted the step, which the optimizer then skipped; `global_step` reads `total`.
                 counts.ready -= 1
                 counts.completed -= 1
 

@@ -1,10 +1,10 @@
 """Check that a loss is a mean over samples: only then do micro-batches and accumulation keep its gradient.
 
-lightning_loop.py calls `check_mean` before the first split. It runs a few samples as one batch and again in
-pairs; the mean of the pairs' losses must equal the loss of the batch. They differ for losses that compare
-samples with each other (contrastive, redundancy, ranking), for sums, and for means over tokens without a
-`loss_weight`. Modules run in evaluation mode, because dropout and batch statistics would differ between the
-runs. If the step itself draws random numbers, the check is inconclusive.
+lightning_loop.py calls `check_mean` before the first split. It runs a few samples as one batch, and again as
+pairs and as halves. The mean of the parts' losses must equal the loss of the batch. It differs for losses
+that compare samples with each other (contrastive, redundancy, ranking), for sums, and for means over tokens
+without a `loss_weight`. Modules run in evaluation mode, because dropout and batch statistics would differ
+between the runs. If the step itself draws random numbers, the check is inconclusive.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lightning_eff.microbatching.window import weight_of
 
 MAX_SAMPLES = 16
 MAX_ROUNDING = 0.03
-"""Largest relative difference of two losses that rounding to 16 or 8 bits explains."""
+"""Largest relative difference of two equal losses, due to rounding to 16 or 8 bits."""
 SMALL_LOSS = 0.01
-"""For losses below this value, differences are taken relative to this value."""
+"""The differences of smaller losses are taken relative to this value."""
 Run = Callable[[MicroBatchPart], Any]
 """Runs `training_step` on a micro-batch, and returns its output."""
 
@@ -51,7 +51,7 @@ class MeanCheck:
     difference: str = ""
     """How the loss of the batch differs from the mean over its parts; empty if it does not."""
     undecided: str = ""
-    """Why the check is inconclusive; empty if it is conclusive."""
+    """Why the check is inconclusive; empty if it is not."""
     is_flat: bool = False
     """Whether it is inconclusive because all parts have the same loss, as in an untrained model."""
     moved: set[str] = field(default_factory=set[str])
@@ -71,16 +71,16 @@ def check_mean(
     """Compare the loss of up to `max_samples` samples with the mean over parts of them; undo all changes.
 
     Args:
-        batch: The argument of `training_step`.
+        batch: The batch that `training_step` gets.
         run: Runs `training_step` on a part of the batch.
-        module: The module that has this `training_step`.
+        module: The module with this `training_step`.
         size: Splits the batch.
-        max_samples: Most samples of the batch to run.
+        max_samples: Largest number of samples to run.
         device: The module's device.
         is_low: Whether matrix products run in 16 or 8 bits although the weights have more.
     """
     found, parameters = MeanCheck(), list(module.parameters())
-    if is_fake(parameters[0]):  # a prediction has no values to compare
+    if is_fake(parameters[0]):  # the tensors of a prediction have no values
         return found
     try:
         norms: list[Any] = [child for child in module.modules() if isinstance(child, batch_norm_class())]
@@ -88,15 +88,15 @@ def check_mean(
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
             _stop("the batch has a single sample, or its samples cannot be counted")
-        # A few samples are enough: a loss that is not a mean differs for few samples too.
+        # Few samples suffice: a loss that is not a mean over many samples is not one over few either.
         few = size.split(batch, min(MAX_SAMPLES, max_samples))[0]
-        # Pairs and halves: a loss over the hardest half of the samples may agree with one of the two splits.
+        # Two kinds of parts: a loss over the hardest half of the samples may agree with one of them.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
-        # Eager, since other shapes would recompile; `real_tensors` hides the passes from operation counters.
+        # Eager, since new shapes would recompile; `real_tensors` hides the passes from operation counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
-            full, again = run_part(few), run_part(few)  # twice, to detect changes between calls
+            full, again = run_part(few), run_part(few)  # twice, to detect a loss that changes by itself
             outputs = [[run_part(part) for part in partition] for partition in partitions]
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
         rounding = MAX_ROUNDING if is_low else _rounding({*dtypes, full.loss.dtype}, device)
@@ -121,9 +121,9 @@ def check_mean(
 
 
 def _rounding(dtypes: set[torch.dtype], device: torch.device) -> float:
-    """Return the largest relative difference of two losses that rounding explains: half of the digits.
+    """Return the largest relative difference of two equal losses: half of the dtype's digits.
 
-    This is 7e-9 in float64, 2e-4 in float32, and 3e-3 with TF32 on a GPU.
+    The result is 7e-9 in float64, 2e-4 in float32, and 3e-3 with TF32 on a GPU.
     """
     rounding = 0.5 * max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
     return min(max(rounding, 0.0 if device.type == "cpu" else 3e-3), MAX_ROUNDING)
@@ -150,7 +150,7 @@ class _Output:
 def _compare(
     full: _Output, partition: Sequence[MicroBatchPart], parts: Sequence[_Output], rounding: float
 ) -> tuple[float, bool]:
-    """Return the weighted mean of the parts' losses, and whether it equals the loss of the batch."""
+    """Return the weighted mean of the parts' losses, and whether that equals the loss of the batch."""
     losses, weights = [float(part.loss) for part in parts], [part.weight for part in parts]
     counts = [part.num_samples for part in partition] if None in weights else weights
     of_mean = float(mean(losses, counts))
@@ -160,7 +160,7 @@ def _compare(
             "the loss of a few samples is 0 or not finite, or they cannot be counted; a mean over targets of "
             "which some are ignored needs a loss_weight"
         )
-    # A loss near 0 may be the difference of large terms, so its relative error is unbounded.
+    # A loss near 0 may be the difference of large terms. Its relative rounding error has no bound.
     return of_mean, difference <= rounding * max(scale, SMALL_LOSS)
 
 
@@ -179,7 +179,7 @@ class _Untraced:
 
     Args:
         run: Runs `training_step` on a part of a batch.
-        module: The module that has this `training_step`.
+        module: The module with this `training_step`.
         device: The module's device.
         moved: Collects the names of parameters and buffers that `training_step` changes.
     """
@@ -191,8 +191,8 @@ class _Untraced:
         self._parameters = {name: each for name, each in module.named_parameters() if not is_sharded(each)}
         named = self._parameters.values()
         num_frozen = sum(each.nbytes for each in named if not each.requires_grad)
-        # A small frozen part may be a momentum encoder, which the step updates. A large one is the base model
-        # of an adapter: too large to copy, and not updated.
+        # Few frozen weights may be a momentum encoder, which the step updates. Many are the base model of an
+        # adapter, which is not updated and too large to copy.
         is_small = 2 * num_frozen <= sum(each.nbytes for each in named)
         self._copies = {
             name: (each.data, each.data.clone())
@@ -208,10 +208,10 @@ class _Untraced:
             again = self._state.again("the check of the loss")
             with again, _unlogged(module.trainer), redirect_stdout(io.StringIO()):
                 for child in module.modules():
-                    vars(child)["training"] = False  # not `eval()`, in which adapters may merge weights
+                    vars(child)["training"] = False  # not `eval()`: adapters may merge weights in it
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
                 buffers = {name: (each, version(each)) for name, each in module.named_buffers()}
-                # The step may change its batch in place.
+                # Copied, because the step may change its batch in place.
                 values, build = flatten(part.batch)
                 own = build(value.clone() if isinstance(value, Tensor) else value for _, value in values)
                 output = self._run(MicroBatchPart(own, part.num_samples))
@@ -224,7 +224,7 @@ class _Untraced:
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():
-                # A change through `parameter.data` does not increase the version.
+                # Compare values too: a change through `parameter.data` does not increase the version.
                 if name in changed or not torch.equal(data, values):
                     changed.add(name)
                     parameters[name].data = data.copy_(values)

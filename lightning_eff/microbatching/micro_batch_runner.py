@@ -1,16 +1,16 @@
 """Run a Trainer's batches in micro-batches; `ExactStep` calls this module when a batch is split.
 
-oom_retry.py splits and retries. This module connects it to Lightning's strategy and optimizer, and merges the
-outputs and logged values of the micro-batches into the full batch's.
+oom_retry.py splits and retries. This module connects it to Lightning's strategy and optimizer. It also merges
+the outputs and logged values of the micro-batches into those of the full batch:
 
-- Outputs next to the loss are concatenated or averaged.
-- Values logged over an epoch: Lightning weights each by the number of samples in the current batch, so the
-  current batch is set to each micro-batch.
-- Values logged by step: Lightning would keep the last micro-batch's. They become the mean, sum, minimum or
-  maximum over the micro-batches, according to `reduce_fx`. With weights, means are weighted.
-- A torchmetrics metric logged by step becomes the mean of the micro-batches' values as well. This equals the
-  full batch's value for accuracy, but not for an F1 score. Over an epoch, every metric is computed from all
-  samples.
+- Outputs of `training_step` other than the loss are concatenated or averaged.
+- Values logged over an epoch: Lightning weights each value by the samples of its current batch. So each
+  micro-batch is made Lightning's current batch while it runs.
+- Values logged by step: Lightning would keep the last micro-batch's value. It is replaced by the mean, sum,
+  minimum or maximum over the micro-batches, according to `reduce_fx`. With weights, means are weighted.
+- A torchmetrics metric logged by step is replaced by the mean of the micro-batches' values as well. This
+  equals the full batch's value for accuracy, but not for an F1 score. Over an epoch, every metric is computed
+  from all samples.
 
 The private names of Lightning (`_results`, its metrics' `_forward_cache`, `cumulated_batch_size` and `meta`;
 `_block_parallel_sync_behavior`) are from 2.6.6.
@@ -49,8 +49,8 @@ Arguments = OrderedDict[str, Any]
 class StepFunctions:
     """The functions of Lightning's loop that run one batch of a step."""
 
-    # Calls `training_step`, given the arguments, the micro-batch, and the number of samples in its batch;
-    # returns the scaled loss.
+    # Calls `training_step` and returns the scaled loss; takes the arguments, the micro-batch, and the number
+    # of samples in the full batch.
     forward: Callable[[Arguments, MicroBatchPart, int | None], ClosureResult]
     zero_grad: Callable[[], None] | None  # None if this batch adds to the gradients
     backward: Callable[[Tensor], None] | None  # None without a backward pass
@@ -78,7 +78,7 @@ class MicroBatchRunner:
     """Runs the batches of one fit in micro-batches.
 
     Args:
-        trainer: Its strategy holds the model.
+        trainer: The Trainer, whose strategy holds the model.
         micro_batch_size: The current size.
         window: Scales the losses of a step.
     """
@@ -104,7 +104,7 @@ class MicroBatchRunner:
         self.retry.find(arguments["batch"], run_part, self._trainer.optimizers[0])
 
     def run(self, arguments: Arguments, functions: StepFunctions) -> ClosureResult:
-        """Run one batch; return and log the same values as the full batch would."""
+        """Run one batch in micro-batches; return and log the full batch's values."""
         batch = arguments["batch"]
         outputs = self.retry.run(batch, partial(self._run_part, arguments, functions), functions.position)
         self._results.batch, self._results.batch_size = batch, None
@@ -144,7 +144,7 @@ class MicroBatchRunner:
         if not is_full_batch:
             functions.check_mean(arguments)
         before = {} if is_full_batch else logged_values(results)
-        # The strategy averages gradients over the ranks only in the last backward pass of a step.
+        # The strategy averages gradients over the ranks in the last backward pass of a step only.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
         with _block_parallel_sync_behavior(self._trainer.strategy) if is_blocked else nullcontext():
@@ -162,8 +162,8 @@ class MicroBatchRunner:
 def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatchPart]) -> dict[str, Any]:
     """Merge the outputs of `training_step` other than the loss.
 
-    Tensors and lists with one row per sample are concatenated. Other numbers are averaged, weighted by
-    samples; `loss_weight` is summed. For anything else, the last micro-batch's value is returned.
+    Tensors and lists with one row per sample are concatenated. Numbers are averaged, weighted by samples;
+    `loss_weight` is summed. Of other values, the last micro-batch's is returned.
 
     Example:
         >>> parts = [MicroBatchPart(None, 3), MicroBatchPart(None, 1)]
@@ -216,13 +216,13 @@ def merge_logged(
     *,
     is_weighted: bool,
 ) -> None:
-    """Replace the micro-batches' logged values by the values that the full batch would log.
+    """Replace the values that the micro-batches have logged by those of the full batch.
 
     Args:
         results: Lightning's collection.
         states: The logged values before the first micro-batch, and after each.
-        weights: The weight of each micro-batch, or its samples.
-        is_weighted: Whether these are weights; if so, the epoch's mean is weighted too.
+        weights: The weight, or else the number of samples, of each micro-batch.
+        is_weighted: Whether `weights` are weights; if so, the epoch's mean is weighted too.
     """
     for key in states[-1]:
         metric = results[key]
@@ -231,7 +231,7 @@ def merge_logged(
         counts: list[float | None] = []
         for (before, after), weight in zip(itertools.pairwise(states), weights, strict=True):
             old, new = before.get(key, NOTHING_LOGGED), after.get(key)
-            # By identity: a value that was logged again may be equal.
+            # Compare by identity: a value that is logged again may be equal.
             if new is not None and (new.by_step is not old.by_step or new.total is not old.total):
                 changes.append((old, new))
                 counts.append(weight)
@@ -265,10 +265,10 @@ def _reduced(meta: Any, values: Sequence[Any], weights: Sequence[float | None]) 
 
 
 def reject_step_sync(results: Any) -> None:
-    """Reject values that are logged by step and averaged over the ranks at once.
+    """Reject values that Lightning averages over the ranks when they are logged.
 
     Raises:
-        ConflictError: A value is: a rank that repeats a batch would wait for the others forever.
+        ConflictError: There is such a value: a rank that repeats a batch would wait for the others forever.
     """
     for metric in results.values():
         if metric.meta.on_step and metric.meta.sync.should:

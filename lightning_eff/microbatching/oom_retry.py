@@ -3,17 +3,17 @@
 When a micro-batch does not fit, everything that the step has changed is restored: random states, buffers,
 metrics and gradients. The step is then computed again from its first sample with half the size. The result is
 bit-identical to a run that started with this size. If the step has several batches, the earlier ones are
-computed again too, without logging anything twice.
+computed again too, but logged only once.
 
-The search tries each size on the peak of a real step, and undoes it: two micro-batches (so that gradients are
-added to existing ones), the update (which may allocate the optimizer's state), and another micro-batch while
-that state is in memory.
+The search runs the parts of a step that need most memory with each size, and undoes them: two micro-batches
+(the second adds to existing gradients), the update (which may allocate the optimizer's state), and another
+micro-batch while that state is in memory.
 
-Under DDP, a rank that runs out of memory in the backward pass would leave the others waiting, and its own
-reducer in an undefined state. So with `auto`, every micro-batch runs without collectives, and a rank that
+Under DDP, if a rank ran out of memory in the backward pass, the others would wait for it, and its reducer
+would be in an undefined state. So with `auto`, every micro-batch runs without collectives, and a rank that
 retries only takes longer. At the end of the step, the gradients are averaged in buckets, as DDP does, and all
-ranks agree on the size. The result matches DDP: a parameter that no rank used gets no gradient, and buffers
-are the first rank's.
+ranks agree on the size. The result matches DDP: a parameter that no rank used gets no gradient, and all ranks
+have the first rank's buffers.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ from lightning_eff.microbatching.window import Window
 FIXED_SIZE = Remedy("callbacks.micro_batch.micro_batch_size=8", "MicroBatch(micro_batch_size=8)")
 AUTO = "micro_batch_size=auto on several ranks"
 BUCKET_BYTES = 25 * 2**20
-"""DDP's default; a larger gradient gets its own bucket, and is averaged in place."""
+"""DDP's default size of a bucket; a larger gradient gets a separate bucket."""
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private, as of torch 2.13
 TOO_FEW = "Expected more than 1 value per channel"
-"""A batch norm's error for a single sample; the search counts the size (or its remainder) as not fitting."""
+"""A batch norm's error for a single sample; to the search, a size that leads to it does not fit."""
 RunPart = Callable[..., Any]
 """Runs the forward and backward pass of a micro-batch, and returns its output without the graph.
 
-Called as `run_part(part, batch_samples, is_first=..., is_last=...)`. `batch_samples` is the number of samples
-in the whole batch: None if unknown, 0 if only the numbers of its slices are unknown.
+The call is `run_part(part, batch_samples, is_first=..., is_last=...)`. `batch_samples` is the number of
+samples in the whole batch; None if it is unknown; 0 if a splitter returned micro-batches that cannot be
+counted.
 """
 PartOutputs = list[tuple[MicroBatchPart, Any]]
 """The micro-batches of a batch, with what `RunPart` returned for each."""
@@ -68,21 +69,21 @@ class Halving:
     """One out-of-memory error."""
 
     before: int  # micro-batch size in samples that did not fit
-    after: int  # the size that was tried next
+    after: int  # micro-batch size that was tried next
     reason: str  # first line of the allocator's message
 
 
 @dataclass
 class MicroBatchSize:
-    """The current size in samples, how it is chosen, and its history."""
+    """The current size in samples, the rules that choose it, and its history."""
 
     current: int | None  # None for full batches
-    is_auto: bool  # whether to halve it when memory runs out; otherwise the error is raised unchanged
+    is_auto: bool  # whether the size is halved when memory runs out; otherwise the error is raised
     splitter: Splitter | None = None  # replaces the rules of `splitting.split`
     keep: tuple[str, ...] = ()  # values that are not split, as in `splitting.split`
     headroom: float = 0.1  # fraction of the device's memory that the search leaves free
     halvings: list[Halving] = field(default_factory=list[Halving])
-    tried: dict[int, bool] = field(default_factory=dict[int, bool])  # size -> fits, in the last search
+    tried: dict[int, bool] = field(default_factory=dict[int, bool])  # size -> fits, of the last search
     num_split: int = 0  # batches that were split
     largest: int = 0  # samples of the largest batch so far
     max_parts: int | None = None  # if a batch has more micro-batches, skip the middle ones (for predictions)
@@ -94,7 +95,7 @@ class MicroBatchSize:
         return len(splitting.split(batch, 1, self.splitter))
 
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
-        """Split a batch into micro-batches of a size; None makes one, which still gets new containers."""
+        """Split a batch into micro-batches of a size; None for one micro-batch, also in new containers."""
         parts = splitting.split(batch, size, self.splitter, self.keep)
         self.largest = max(self.largest, sum(part.num_samples or 0 for part in parts))
         if self.max_parts is None or len(parts) <= self.max_parts:
@@ -106,9 +107,9 @@ class MicroBatchSize:
 
         Args:
             num_samples: Samples of the batch that did not fit; None if unknown.
-            error: The out-of-memory error; raised with a note if no smaller size exists.
+            error: The out-of-memory error; raised with a note if there is no smaller size.
         """
-        # A batch smaller than the current size was run as a whole.
+        # A batch with fewer samples than the current size was not split.
         tried = min(self.current or num_samples, num_samples) if num_samples else self.current
         if tried is None:
             error.add_note("the batch has no countable samples, so it was not halved: pass a splitter")
@@ -125,7 +126,7 @@ def kept_names(keep: str | Sequence[str | int] | None, splitter: Splitter | None
     """Return the names and positions in `keep` as strings.
 
     Raises:
-        ConfigError: A name is empty, or a splitter is set, which builds complete micro-batches itself.
+        ConfigError: A name is empty; or there are names and a splitter, which alone builds the micro-batches.
     """
     if keep and splitter is not None:
         allowed = "None with a splitter, which builds complete micro-batches itself"
@@ -137,11 +138,11 @@ def kept_names(keep: str | Sequence[str | int] | None, splitter: Splitter | None
 
 
 def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
-    """Find the largest micro-batch size that fits, by bisection. The result has been tried.
+    """Find the largest micro-batch size that fits, by bisection; the returned size has been tried.
 
     Args:
         fits: Tries a size, and undoes every change.
-        max_size: Samples of the batch that is split.
+        max_size: Samples of the batch.
 
     Raises:
         MemoryError: Not even one sample fits.
@@ -153,8 +154,8 @@ def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
     """
     if fits(max_size):
         return max_size
-    # Memory grows with the size, so sizes 1 to n fit and larger ones do not. Bisection finds the index of the
-    # first size that does not fit; in the list 1, 2, ... this index equals n.
+    # Memory grows with the size: sizes 1 to n fit, larger ones do not. Bisection finds the index of the first
+    # size that does not fit, which equals n, because the list 1, 2, ... starts at index 0.
     largest = bisect.bisect_left(range(1, max_size), 1, key=lambda size: not fits(size))
     if not largest:
         raise MemoryError("not even a micro-batch of one sample fits")
@@ -177,7 +178,7 @@ class OomRetry:
     Args:
         micro_batch_size: The current size.
         window: Scales the losses of the step.
-        snapshot: Keeps the state that a step changes besides parameters and gradients; used with `auto`.
+        snapshot: Keeps the state that a step changes in addition to parameters and gradients, for `auto`.
         model: The trained model, wrapped by DDP or not.
         device: The model's device.
     """
@@ -197,7 +198,7 @@ class OomRetry:
         self._device = device
         is_ddp = isinstance(model, DistributedDataParallel)
         self.replica = model if is_ddp and micro_batch_size.is_auto else None
-        """The DDP module if gradients are averaged here at the end of a step, not by DDP; else None."""
+        """The DDP module if this class averages the gradients instead of DDP; else None."""
         self._num_updates = 0
         self.begin()
 
@@ -217,13 +218,13 @@ class OomRetry:
     def run(self, batch: Any, run_part: RunPart, position: int) -> PartOutputs:
         """Run the batch at a position of the step (from 0); return its micro-batches with their outputs.
 
-        If a later batch of the step does not fit, this one is run again and the returned list is updated.
+        If a later batch of the step does not fit, this batch is run again, and the returned list is updated.
         """
         size = self._size
-        del self._earlier[position:]  # an optimizer may evaluate its closure again
+        del self._earlier[position:]  # an optimizer may evaluate its closure, and so run this batch, again
         current = _Batch(batch, run_part, _versions(batch) if size.is_auto else [])
-        # A run after `finish` is another evaluation of the optimizer's closure. The parameters have changed
-        # since the snapshot, so this one cannot be retried.
+        # After `finish`, the optimizer evaluates its closure again. The parameters have changed since the
+        # snapshot, so this evaluation cannot be retried.
         if self._is_finished or not size.is_auto:
             try:
                 current.outputs = self._run_parts(current)
@@ -241,28 +242,28 @@ class OomRetry:
         return current.outputs
 
     def _run_until_it_fits(self, current: _Batch) -> PartOutputs:
-        """Run a batch; on a retry, first run the earlier batches of the step again, without logging twice."""
+        """Run a batch; on a retry, first run the earlier batches of the step again."""
         is_retry = False
         while True:
             try:
                 if is_retry:
-                    # Their gradients are part of the window, and were undone with it.
+                    # Their gradients belong to this step, and were discarded by `_undo`.
                     for earlier in self._earlier:
                         earlier.outputs[:] = self._run_parts(earlier)
-                    self._snapshot.restore_visible()
+                    self._snapshot.restore_visible()  # so that they are not logged twice
                 return self._run_parts(current)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 self._size.halve(self._size.num_samples(current.batch), error)
-            # Outside the handler: the error keeps the failed pass's frames, and so its tensors, alive.
+            # After the handler: inside it, the error keeps the frames of the failed pass, and their tensors.
             self._undo(current)
             free_memory(self._device)
             is_retry = True
 
     def _run_parts(self, current: _Batch) -> PartOutputs:
         parts = self._size.split(current.batch, self._size.current)
-        # Sum over the slices: a splitter may return more or fewer samples than the batch had.
+        # The sum over the micro-batches: a splitter may return more or fewer samples than the batch has.
         counts = [part.num_samples for part in parts if part.num_samples is not None]
         uncounted = None if len(parts) == 1 else 0
         batch_samples = sum(counts) if len(counts) == len(parts) else uncounted
@@ -290,8 +291,8 @@ class OomRetry:
         if self.replica is not None:
             was_halved = len(self._size.halvings) > self._num_halvings
             if average_gradients(self.replica, also=float(was_halved)):
-                # Any rank that halved makes all ranks continue with the smallest size.
-                # `largest` stands for full batches.
+                # If any rank has halved its size, all ranks continue with the smallest. A rank with full
+                # batches takes part with the size of its largest one.
                 self._size.current = int(smallest(self._size.current or self._size.largest, self.replica))
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -302,9 +303,9 @@ class OomRetry:
         return atomic_update(optimizer, self._device, is_first=self._num_updates == 1)
 
     def find(self, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer) -> None:
-        """Find and set the largest size that fits, up to the full batch (the smallest batch of all ranks).
+        """Find and set the largest size that fits, at most the samples of the smallest batch of all ranks.
 
-        All ranks try the same sizes at the same time; a size fits if it fits on every rank.
+        All ranks try the same sizes at the same time. A size fits if it fits on every rank.
 
         Args:
             batch: The batch to split.
@@ -327,16 +328,16 @@ class OomRetry:
     def _fits(
         self, size: int, *, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer
     ) -> bool:
-        """Try one size; return whether it fits and leaves the headroom on all ranks."""
+        """Try a size; return whether it fits on all ranks and leaves the headroom."""
         fits = True
         with self._without_trace(optimizer):
             allocator.reset_peak(self._device)
             try:
                 parts = self._size.split(batch, size)
-                # Two, so that gradients are added to existing ones; and the last, whose shape may differ.
+                # The second adds to existing gradients; the last may have another shape.
                 for part in (parts[0], parts[1] if len(parts) > 1 else parts[0], *parts[2:][-1:]):
                     run_part(part)
-                # The first step allocates the optimizer's state, which the size has to leave room for.
+                # The first step allocates the optimizer's state, so this memory must be free too.
                 step: Any = optimizer.step
                 closure = inspect.signature(step).parameters.get("closure")
                 step(*([lambda: torch.zeros(())] if closure is not None else []))
@@ -356,10 +357,10 @@ class OomRetry:
 
     @contextmanager
     def _without_trace(self, optimizer: Optimizer) -> Generator[None]:
-        """Restore everything on exit; hide the passes from operation counters, the update from step hooks."""
+        """Undo everything on exit; no operation counter sees the passes, and no step hook the update."""
         parameters = list(self._model.parameters())
         current = [parameter.grad for parameter in parameters]
-        # On the CPU, so that the trials have the memory of a real step.
+        # In host memory, so that a trial has as much device memory as a real step.
         gradients = [None if grad is None else grad.detach().to("cpu", copy=True) for grad in current]
         optimizer_snapshot = OptimizerSnapshot(optimizer)
         self._snapshot.keep()
@@ -385,22 +386,22 @@ class OomRetry:
 
 
 def _versions(batch: Any) -> list[int]:
-    """Return torch's counts of in-place changes for the tensors of a batch."""
+    """Return the number of in-place changes that torch has counted for each tensor of a batch."""
     return [version(value) for _, value in splitting.flatten(batch)[0] if isinstance(value, Tensor)]
 
 
 def take_buffers(model: DistributedDataParallel) -> None:
-    """Broadcast the first rank's buffers at the start of a step, when DDP would; every rank must call it."""
-    # Not only while `model.training`: Lightning's first validation leaves DDP's wrapper in evaluation mode.
+    """Broadcast the first rank's buffers, as DDP does in a forward pass; every rank must call it."""
+    # Also in evaluation mode: Lightning's first validation leaves DDP's wrapper in that mode.
     for buffer in model.module.buffers() if model.broadcast_buffers else ():
         dist.broadcast(buffer, 0, group=model.process_group)
 
 
 @contextmanager
 def without_collectives(model: DistributedDataParallel) -> Generator[None]:
-    """Run forward and backward passes that no other rank takes part in."""
+    """Return a context in which forward and backward passes do not communicate."""
     with model.no_sync():
-        # Private to DDP, as of torch 2.13: else the forward pass would broadcast the buffers.
+        # Otherwise the forward pass would broadcast the buffers; the attribute is private in torch 2.13.
         before, model.require_forward_param_sync = model.require_forward_param_sync, False
         yield
         model.require_forward_param_sync = before
@@ -410,8 +411,8 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
     """Replace gradients by their mean over the ranks; every rank must call it.
 
     Args:
-        model: As DDP wraps it.
-        also: A number that is summed over the ranks in the same collective.
+        model: The DDP module.
+        also: A number to sum over the ranks in the same collective.
 
     Returns:
         The sum of `also`.
@@ -439,7 +440,7 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
 
 
 def smallest(value: float, model: DistributedDataParallel) -> float:
-    """Return the smallest of a number on all ranks; every rank must call it."""
+    """Return the minimum of a number over the ranks; every rank must call it."""
     number = torch.tensor(value, dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(number, op=dist.ReduceOp.MIN, group=model.process_group)
     return float(number)

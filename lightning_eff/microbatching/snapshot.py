@@ -6,14 +6,14 @@
 - buffers, the states of torchmetrics, and the values that Lightning has logged;
 - every module's attributes and the items of its lists (`self.count += 1`, `self.losses.append(...)`).
 
-It does not keep changes to custom objects, files and the batch. A step that changes a frozen parameter in
-place (a momentum encoder) is an error, because the change would happen once per micro-batch.
+Changes to custom objects, files and the batch are not undone. Frozen parameters and buffers that cannot be
+copied (sparse, expanded) must not change in a step; if they do, undoing it is an error.
 
 `OptimizerSnapshot` keeps parameters, gradients and optimizer state in host memory. `atomic_update` takes one
-before an update, in which memory may run out after half of the parameters are updated. On a CPU it does so
-for every update. On other devices it does so only for the first, which allocates the optimizer's state:
-copying everything to the host takes longer than a step. An optimizer that evaluates its closure more than
-once in a step (LBFGS) is not retried.
+before an update, because memory may run out when only half of the parameters are updated. On a CPU it does so
+before every update. On other devices it does so only before the first, which allocates the optimizer's state;
+copying everything to the host takes longer than a step. If an optimizer evaluates its closure more than once
+in a step (LBFGS), the update is not retried.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from lightning_eff.core import allocator, random_states
 from lightning_eff.core.call_state import version
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.report.live_bytes import tensors_in
-
-MAX_LIST_ITEMS = 1000
-"""A list with more items is restored by cutting it to its former length."""
 
 
 class StepSnapshot:
@@ -61,7 +58,8 @@ class StepSnapshot:
         # Read from `_buffers`, which includes the buffers that are None.
         self._registered = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in modules]
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._others: list[tuple[str, Tensor, int]] = []
+        # Name, tensor and count of in-place changes.
+        self._unchanged: list[tuple[str, Tensor, int]] = []
         for owner in modules:
             if isinstance(owner, Metric):
                 continue
@@ -73,23 +71,23 @@ class StepSnapshot:
                 if is_copied:
                     self._copies.append((tensor, tensor.detach().clone()))
                 else:
-                    self._others.append((f"{name} of {type(owner).__name__}", tensor, version(tensor)))
-        frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
-        self._frozen = [(parameter, version(parameter)) for parameter in frozen]
+                    self._unchanged.append((name, tensor, version(tensor)))
+        # A step that updates a frozen parameter (a momentum encoder) would do so once per micro-batch.
+        frozen = [(name, p) for name, p in self._module.named_parameters() if not p.requires_grad]
+        self._unchanged += [(name, parameter, version(parameter)) for name, parameter in frozen]
         self._generators = random_states.held_by(self._module)
         self._random = random_states.capture(self._device, self._generators)
         self.keep_visible()
 
     def keep_visible(self) -> None:
-        """Copy only what the user can see: logged values, attributes, lists and metrics."""
+        """Copy only the logged values, attributes, lists and metrics."""
         self._logged_before = dict(self._logged)
         owners: list[Any] = [*self._module.modules(), *self._logged.values()]
         self._attributes = [(vars(owner), dict(vars(owner))) for owner in owners]
-        # Lists are attributes that steps append to, for example outputs to be averaged later.
+        # Steps append to lists, for example outputs to be averaged later.
         values = [value for _, attributes in self._attributes for value in attributes.values()]
-        self._lists = [
-            (value, len(value), value[:MAX_LIST_ITEMS]) for value in values if isinstance(value, list)
-        ]
+        self._lists: list[tuple[list[Any], list[Any]]]
+        self._lists = [(value, list(value)) for value in values if isinstance(value, list)]
         metrics: list[Any] = [owner for owner in owners if isinstance(owner, Metric)]
         # The keys of `_defaults` are the names of a metric's states, in torchmetrics 1.x.
         states = [vars(metric).get(name) for metric in metrics for name in metric._defaults]  # noqa: SLF001
@@ -110,16 +108,12 @@ class StepSnapshot:
                 buffer.copy_(values)
         random_states.restore(self._random, self._device, self._generators)
         self.restore_visible()
-        for name, buffer, before in self._others:
-            if version(buffer) != before:
+        for name, tensor, before in self._unchanged:
+            if version(tensor) != before:
                 raise RuntimeError(
-                    f"the buffer {name} changed, and its kind (sparse, expanded) is not copied"
+                    f"training_step changes {name}, so that the step cannot be undone: change it in "
+                    "on_train_batch_end"
                 )
-        if any(version(parameter) != before for parameter, before in self._frozen):
-            raise RuntimeError(
-                "training_step changes frozen parameters, so that the step cannot be undone: change them in "
-                "on_train_batch_end"
-            )
 
     def restore_visible(self) -> None:
         """Restore logged values, attributes, lists and metrics."""
@@ -130,18 +124,16 @@ class StepSnapshot:
             attributes.update(before)
         for tensor, values in self._states:
             tensor.data = values.clone()  # keeps the tensor object, which other code may reference
-        for items, length, before in self._lists:
-            if length <= MAX_LIST_ITEMS:
-                items[:] = before
-            del items[length:]  # lists longer than MAX_LIST_ITEMS are assumed to only grow
+        for items, before in self._lists:
+            items[:] = before
 
 
 @runtime_checkable
 class SharesState(Protocol):
-    """An optimizer that wraps other optimizers, which hold references to its state."""
+    """An optimizer that wraps other optimizers, which refer to its state."""
 
     share_state: Callable[[], None]
-    """Pass the current state and groups on to the wrapped optimizers."""
+    """Set the state and groups of the wrapped optimizers to the current ones."""
 
 
 class OptimizerSnapshot:
@@ -154,12 +146,12 @@ class OptimizerSnapshot:
         self._groups: list[dict[str, Any]] = _copied(options)
         self._state = {key: _copied(value) for key, value in optimizer.state.items()}
         parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
-        # No update changes a frozen parameter. Writing to it would increase its version, which StepSnapshot
-        # reads as a change by the step.
+        # Leave out frozen parameters, which no update changes. Writing to one would increase its version, and
+        # StepSnapshot would take that for a change by the step.
         parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         tensors = [*parameters, *gradients, *tensors_in([*options, *optimizer.state.values()])]
-        # Each tensor once, even if groups or states share it.
+        # Copy each tensor once, even if groups or states share it.
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         # On the CPU, since the device's memory is what may run out.
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
@@ -182,7 +174,7 @@ class OptimizerSnapshot:
 
 
 def _copied(value: Any) -> Any:
-    """Return a value with new containers, and the same leaves."""
+    """Return a value with new containers and the same leaves."""
     return tree_map(lambda leaf: leaf, value)
 
 
@@ -202,8 +194,7 @@ def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool)
         device: The parameters' device.
         is_first: Whether this is the first update, which allocates the optimizer's state.
     """
-    # Later updates need no more memory than the first one. On a CPU, however, another process may have taken
-    # it.
+    # Later updates need no more memory than the first, but on a CPU another process may have taken it.
     if not is_first and device.type != "cpu":
         yield
         return
@@ -242,8 +233,8 @@ def _step_atomically(
     def evaluate() -> Any:
         nonlocal snapshot, num_evaluations, loss
         if is_retry:
-            return loss  # the snapshot restored the gradients of the first evaluation
-        snapshot = None  # an out-of-memory error in the closure is not the update's: do not retry
+            return loss  # the gradients of the first evaluation were restored
+        snapshot = None  # an out-of-memory error in the closure is not retried here
         num_evaluations += 1
         loss = closure()
         snapshot = OptimizerSnapshot(optimizer) if num_evaluations == 1 else None

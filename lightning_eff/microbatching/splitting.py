@@ -1,13 +1,13 @@
 """Split a batch into micro-batches along its samples.
 
-A batch may be nested in the containers of torch's pytree (dicts, lists, tuples, named tuples), other mappings
-(tokenizers' encodings) and dataclasses. The values in these containers are split by type:
+A batch may consist of nested containers: those of torch's pytree (dicts, lists, tuples, named tuples), other
+mappings (tokenizers' encodings) and dataclasses. The values in them are split by type:
 
 - Tensors and arrays are split along their first dimension, lists of texts or numbers by their items. All must
   have the same number of samples.
 - Numbers, texts, 0-d tensors and the values named in `keep` (class weights, positions, a graph) go to every
   micro-batch unsplit.
-- Anything else is rejected, since any split would be a guess: pass a `splitter`.
+- Other values are rejected, since any split would be a guess: pass a `splitter`.
 
 Slices are views; each micro-batch has new containers.
 """
@@ -31,9 +31,9 @@ from lightning_eff.core.errors import ConfigError, list_remedy
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Splits a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""
 PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
-"""Types that hold no tensor: one of these values is shared by all samples, in a list each is one sample."""
+"""Types without tensors. A single such value belongs to all samples; in a list, each item is one sample."""
 MAX_INSPECTED = 256
-"""Items of a list that are inspected for tensors: a list may hold a million numbers."""
+"""Number of items inspected to decide whether a list has tensors: it may hold a million numbers."""
 Values = list[tuple[KeyPath, Any]]
 """The values in a batch's containers, with their paths."""
 Build = Callable[[Iterator[Any]], Any]
@@ -63,7 +63,7 @@ def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
     builders: list[Build] = []
     for keys, value in keyed:
         here = (*path, *keys)
-        # Pytree stops at other containers, such as dataclasses: they are flattened here.
+        # Pytree treats other containers, such as dataclasses, as leaves: they are flattened here.
         fields = _fields(value)
         inner, build = ([(here, value)], next) if fields is None else flatten(fields, here)
         values += inner
@@ -72,7 +72,7 @@ def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
 
 
 def _fields(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a container that torch's pytree treats as a leaf; None for a real leaf."""
+    """Return the items of a mapping or dataclass, which torch's pytree treats as a leaf; else None."""
     if isinstance(value, MutableMapping):
         mapping: MutableMapping[Any, Any] = value
         return dict(mapping)
@@ -83,6 +83,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 def _refilled(container: Any, build: Build, new: Iterator[Any]) -> Any:
+    """Return a copy of a mapping or dataclass with new values."""
     result: Any = copy.copy(container)
     for key, item in build(new).items():
         if isinstance(result, MutableMapping):
@@ -93,11 +94,11 @@ def _refilled(container: Any, build: Build, new: Iterator[Any]) -> Any:
 
 
 def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
-    """Count the samples of a batch; None if it has no tensors, or they disagree.
+    """Count the samples of a batch; return None if it has no tensors, or their numbers differ.
 
     Args:
         batch: A batch of any type.
-        keep: Names of values that are not counted, as in `split`.
+        keep: Names of values to ignore, as in `split`.
 
     Raises:
         ConfigError: The batch lacks a name in `keep`.
@@ -107,9 +108,8 @@ def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
         4
         >>> num_samples((torch.zeros(5, 2), torch.zeros(3)))
     """
-    count = None if keep else _rows(batch)
     try:
-        return _count(flatten(batch)[0], keep)[0] if count is None else count
+        return _count(flatten(batch)[0], keep)[0]
     except AmbiguousBatchError:
         return None
 
@@ -130,7 +130,7 @@ def split(
         splitter: Replaces the built-in rules.
         keep: Values that every micro-batch gets unsplit: names at any depth, or paths from the root of the
             batch. A path joins names and positions with dots (`1`, `targets.weights`).
-        owner: The technique that has these settings: its override prefix and its class name, for messages.
+        owner: Override prefix and class name of the technique with these settings, for messages.
 
     Raises:
         ConfigError: The batch is ambiguous or lacks a name in `keep`, or the splitter returned nothing.
@@ -147,15 +147,13 @@ def split(
             allowed = "a function that returns a list of at least one micro-batch"
             raise ConfigError(key="splitter", value=batches, allowed=allowed)
         return [MicroBatchPart(micro_batch, num_samples(micro_batch)) for micro_batch in batches]
-    count = None if keep else _rows(batch)
-    # New containers, even for a full batch: `training_step` may change them, and a retry needs the original.
-    if count is not None and (micro_batch_size is None or micro_batch_size >= count):
-        return [MicroBatchPart(batch if isinstance(batch, Tensor) else batch.copy(), count)]
     try:
         values, build = flatten(batch)
         # `is_cut` holds the paths of the values with one row per sample.
         total, is_cut = _count(values, keep)
         if micro_batch_size is None or micro_batch_size >= total:
+            # New containers, even for a full batch: `training_step` may change them, and a retry needs the
+            # original.
             return [MicroBatchPart(build(value for _, value in values), total)]
         firsts = range(0, total, micro_batch_size)
         bounds = [(first, min(total, first + micro_batch_size)) for first in firsts]
@@ -175,27 +173,15 @@ def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:
     if len(values) == 1 or not any(known):
         return values[0]
     total = sum(known)
-    # A mean over no samples is NaN, and NaN * 0 is NaN: values of weight 0 must not enter the sum.
+    # Leave out values of weight 0: a mean over no samples is NaN, and NaN * 0 is NaN.
     return sum(value * (weight / total) for value, weight in zip(values, known, strict=True) if weight)
-
-
-def _rows(batch: Any) -> int | None:
-    """Count the samples of common batches (a tensor, or a list or dict of tensors), saving 30 us per batch.
-
-    Returns:
-        The number of samples; None for other batches, without tensors, or if the tensors disagree.
-    """
-    is_dict, is_list = type(batch) is dict, type(batch) is list
-    values: Any = batch.values() if is_dict else batch if is_list else (batch,)
-    counts = {len(value) if type(value) is Tensor and value.dim() else 0 for value in values}
-    return counts.pop() or None if len(counts) == 1 else None
 
 
 def _count(values: Values, keep: Sequence[str]) -> tuple[int, Collection[KeyPath]]:
     """Find the number of samples, and the paths of the values to split.
 
     Raises:
-        AmbiguousBatchError: The values disagree, or one has an unknown type.
+        AmbiguousBatchError: The values have different numbers of samples, or one has an unknown type.
         ConfigError: The batch lacks a name in `keep`.
     """
     _check_names(keep, values)
@@ -247,15 +233,16 @@ def _is_value(node: Any) -> bool:
     """Return whether torch's pytree should stop at a node: a list of texts or numbers, or no container."""
     if type(node) in (list, tuple) and node:
         return all(isinstance(value, PLAIN) for value in itertools.islice(tree_iter(node), MAX_INSPECTED))
-    # A packed sequence is a named tuple, but none of its fields has one row per sample.
+    # A packed sequence is a named tuple too, but none of its fields has one row per sample.
     return isinstance(node, (torch.Size, PackedSequence))
 
 
 def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
     """Return whether a list on the path holds samples, so that tensors in it have no batch dimension.
 
-    The list's first item shows this: a dict (the targets of one image), or a number or text next to tensors
-    (an image and its label). Dicts in the outermost list may be the batches of several loaders instead.
+    The list's first item decides: it is a dict (the targets of one image), or it has a number or text next to
+    tensors (an image and its label). Dicts in the outermost list may be the batches of several loaders
+    instead.
     """
     is_scalar = isinstance(value, PLAIN) or (_is_array(value) and not value.ndim)
     return any(
@@ -266,7 +253,7 @@ def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
 
 
 def _is_kept(name: str, path: str) -> bool:
-    """Return whether `name` is a prefix of the path, or (unless it is a position) any part of it."""
+    """Return whether the path begins with `name`, or contains it; a position must be at the beginning."""
     return f"{path}.".startswith(f"{name}.") or (not name.isdigit() and name in path.split("."))
 
 
@@ -280,7 +267,8 @@ def _check_names(keep: Sequence[str], values: Values) -> None:
 
 
 def _dotted(path: KeyPath) -> str:
-    """Return a path in the notation of `keep`: each of torch's key objects has a key, position or name."""
+    """Return a path in the notation of `keep`."""
+    # The only field of each of torch's key objects is a key, a position or a name.
     steps: Any = path
     return ".".join(str(getattr(step, dataclasses.fields(step)[0].name)) for step in steps)
 

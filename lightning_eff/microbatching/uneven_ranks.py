@@ -1,13 +1,13 @@
 """Ranks whose loaders return different numbers of batches: streams, WebDataset, shards of different sizes.
 
-If the loaders' lengths are not known to be equal, the ranks agree before each batch which of them have one.
-This costs an all-reduce of two numbers. A rank without a batch computes its last one again, with weight 0,
-until no rank has one; then the epoch ends on all ranks. So all ranks run the same collectives under any
-strategy and count the same steps, while the gradient covers only the batches that exist.
+If the loaders' lengths are not known to be equal, all ranks exchange before each batch whether they have one:
+an all-reduce of two numbers. A rank that has no batch left computes its last one again, with weight 0. When
+no rank has a batch, the epoch ends on all ranks. So all ranks run the same collectives under any strategy and
+count the same steps, while the gradient contains only the existing batches.
 
-A repeated batch changes neither random states nor buffers. Its values are logged once more, like the samples
-with which Lightning's DistributedSampler fills up. Synchronized batch norms are rejected: the statistics of
-the other ranks would include it.
+A repeated batch changes neither random states nor buffers. Its values are logged once more, as Lightning's
+DistributedSampler also logs the samples that it repeats. Synchronized batch norms are rejected: the other
+ranks' statistics would include the repeated batch.
 
 Why not torch's `Join`: it wraps the training loop, which is Lightning's, and it supports DDP only.
 
@@ -45,7 +45,7 @@ HAS_MORE, HAS_LAST, IS_OVER = 0, 1, 2
 
 
 class UnevenRanks:
-    """Lets every rank train on all of its batches.
+    """Lets every rank train on all of its batches; takes the place of Lightning's fetcher.
 
     Args:
         trainer: Runs on several ranks.
@@ -54,20 +54,20 @@ class UnevenRanks:
     is_on = False
     """Whether the training loaders of the ranks may differ in length."""
     is_idle = False
-    """Whether this rank has no current batch, but another rank has."""
+    """Whether this rank repeats a batch, because only other ranks have one left."""
     has_idle = False
-    """Whether any rank has no current batch."""
+    """Whether any rank repeats a batch."""
     done = False
-    """Whether the current batch is the last on all ranks; Lightning reads this attribute of a fetcher."""
+    """Whether no rank has a batch after the current one; Lightning reads this attribute of a fetcher."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._last: Any = None  # this rank's last batch, as a fetcher returns it
-        self.num_batches = 0  # trained on while some rank had none
+        self.num_batches = 0  # number of batches that some rank repeated
 
     @property
     def did(self) -> str:
-        """Return the report's text on uneven batches; empty if there were none."""
+        """Return the report's text about batches that some rank did not have; empty if there were none."""
         count = self.num_batches
         plural = "es" * (count != 1)
         return f"{count} batch{plural} that not every rank had, counted by samples" if count else ""
@@ -106,14 +106,14 @@ class UnevenRanks:
             return
         is_known = all(has_known_length(each) for each in loader.flattened)
         length = float(fit_loop.max_batches)
-        # Infinity stands for unknown: it differs from every length, so ranks then agree batch by batch.
+        # Infinity stands for an unknown length. If any rank's is unknown, the ranks agree batch by batch.
         known = length if is_known else math.inf
         (shortest, _), (longest, max_batches) = self._agree(known, length)
         self.is_on = shortest != longest or longest == math.inf
         self.has_idle = self.is_idle = False
         if max_batches == length:
             return
-        # With its own, shorter length a rank would end its epoch before the others.
+        # A rank with a shorter length would end its epoch before the others.
         fit_loop.max_batches = int(max_batches) if math.isfinite(max_batches) else math.inf
         trainer: Any = self._trainer
         interval = trainer.val_check_interval
@@ -130,13 +130,13 @@ class UnevenRanks:
         """Return this rank's next batch, as Lightning's fetchers do, or its last one again.
 
         Raises:
-            StopIteration: No rank has a batch.
-            ConfigError: A rank has never had one.
-            ConflictError: A rank has none left, and the model has synchronized batch norms.
+            StopIteration: No rank has a batch left.
+            ConfigError: A rank has never had a batch.
+            ConflictError: A rank has no batch left, and the model has synchronized batch norms.
         """
         batch: Any = next(self._fetcher, None)
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
-        if batch is not None and batch[0] is not None:  # a loader may give None, which is skipped
+        if batch is not None and batch[0] is not None:  # a loader may return None, which Lightning skips
             self._last = batch
         (first,), (last,) = self._agree(state)
         if first == IS_OVER:
@@ -156,10 +156,10 @@ class UnevenRanks:
         return self._last if self.is_idle else batch
 
     def _first_batch(self) -> Any:
-        """Return the first batch, for a run that resumes where its loader had ended; None without data."""
+        """Return the first batch, for a run that resumes after the end of its loader; None without data."""
         fit_loop: Any = self._trainer.fit_loop
         loaders = fit_loop._combined_loader.iterables  # noqa: SLF001
-        # Without the wrappers, which would count it.
+        # From the loaders inside our wrappers, which would count the batch.
         with isolate_rng():
             return next(iter(CombinedLoader(tree_map(_unwrapped, loaders), "max_size_cycle")), None)
 
@@ -170,18 +170,18 @@ class UnevenRanks:
         with isolate_rng():
             yield
         for buffer, value in before:
-            if not torch.equal(buffer, value):  # writing to others would stop their recomputation
+            if not torch.equal(buffer, value):  # a write to an unchanged buffer would stop recomputation
                 buffer.data.copy_(value)
 
     def _begin_validation(self) -> None:
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            take_buffers(model)  # once; DDP would do it in each forward pass
+            take_buffers(model)  # once; DDP would do so in each forward pass, of which ranks may have fewer
         type(validation).on_run_start(validation)
 
     def _evaluate(self, *args: Any) -> None:
-        """Evaluate a batch without waiting for other ranks, which may have no more of them."""
+        """Evaluate a batch without communication: other ranks may have no batch left."""
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         model = self._trainer.strategy.model
         is_ddp = isinstance(model, DistributedDataParallel)
@@ -209,7 +209,7 @@ def _unwrapped(loader: Any) -> Any:
 def has_known_length(loader: Any) -> bool:
     """Return whether a loader's length is reliable: map-style data with samplers of torch or Lightning."""
     samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    # Not `type()`: a wrapped sampler reports the inner sampler's class as `__class__`.
+    # `__class__`, not `type()`: our wrapper of a sampler has the inner sampler's class as its `__class__`.
     origins = {each.__class__.__module__.split(".")[0] for each in samplers if each is not None}
     is_indexed = not isinstance(getattr(loader, "dataset", None), (IterableDataset, type(None)))
     return is_indexed and origins <= {"torch", "lightning"} and sized_len(loader) is not None

@@ -1,4 +1,4 @@
-"""Shared by the Trainer's and Fabric's FSDP2: shard a model, save and load its shards, count bytes."""
+"""Code shared by the Trainer's and Fabric's FSDP2: shard a model, save and load shards, count bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -26,7 +25,6 @@ from torch.optim import Optimizer
 from lightning_eff.checkpoint.atomic_io import AtomicFiles
 from lightning_eff.checkpoint.full_state import COUNTS
 from lightning_eff.checkpoint.sharded import LazyShardedTensor, Ranks
-from lightning_eff.core.errors import TO_ZERO
 from lightning_eff.core.model_surgery import select_blocks
 from lightning_eff.core.shards import full_tensor, local_rows
 from lightning_eff.report.model_weights import ModelWeights, Weight
@@ -37,19 +35,19 @@ from lightning_eff.strategy._shared.collectives import broadcast_from_rank0
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Dtype = Literal["bf16", "fp16", "fp32"]
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_MIXED = "got mixed torch.Tensor and DTensor"
-"""Part of torch 2.13's error about an operation on a sharded and a plain tensor."""
 
 
 def shard(strategy: Any, model: nn.Module) -> int:
-    """Shard rank 0's values of a model's blocks, then of the rest, in place; a collective of all ranks.
+    """Set all ranks to rank 0's values, and shard the model's blocks and then the rest, in place.
+
+    All ranks must call it.
 
     Args:
-        strategy: The strategy, with its arguments and `device_mesh`.
+        strategy: An FSDP2 or FSDP2Fabric with a `device_mesh`.
         model: The model, before its optimizer is built.
 
     Returns:
-        Number of sharded modules; 0 for a model that is sharded already.
+        Number of modules sharded; 0 if the model was sharded before.
 
     Raises:
         ConflictError: A parameter cannot be sharded, or has a hook that would be lost.
@@ -80,48 +78,22 @@ def shard(strategy: Any, model: nn.Module) -> int:
     # By default (torch 2.13) the root stays gathered after its forward, since its backward comes next.
     fully_shard(model, **policies)
     restore_attributes(model, attributes)
-    for step in STEPS:  # which gather the weights outside of blocks, as `forward` does
-        if hasattr(model, step):  # not of a plain module, under Fabric
+    for step in STEPS:  # so that these methods gather the weights outside of blocks, as `forward` does
+        if hasattr(model, step):  # a plain module under Fabric has none of them
             register_fsdp_forward_method(model, step)
     return len(selected) + 1
 
 
 def parameter_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return attributes that users have set on parameters, for example to build an optimizer's groups."""
+    """Return the attributes that users have set on parameters (as in `weight.no_weight_decay = True`)."""
     return {name: dict(vars(p)) for name, p in model.named_parameters() if type(p) is nn.Parameter}
 
 
 def restore_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set these attributes again: sharding and moving a model create new parameters."""
+    """Set these attributes on the current parameters: sharding or moving a model creates new ones."""
     for name, parameter in model.named_parameters():
         for key, value in attributes.get(name, {}).items():
             vars(parameter).setdefault(key, value)
-
-
-def explained_step(name: str) -> Any:
-    """Return a strategy's step that explains torch's error about sharded weights.
-
-    Raises:
-        ConflictError: A step used a sharded weight.
-    """
-
-    def step(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        try:
-            return getattr(Strategy, name)(self, *arguments, **keywords)
-        except RuntimeError as error:
-            # The text is the only way to recognize this error: torch raises a plain RuntimeError.
-            if _MIXED not in str(error):
-                raise
-            raise checks.conflict(
-                checks.FSDP2,
-                "a step used a weight while it was sharded. Weights outside of blocks are gathered from the "
-                "beginning of a step to its first backward; weights of a block only in its forward",
-                "one backward per step, of the sum of the losses",
-                "call the layer instead of reading its weight",
-                TO_ZERO,
-            ) from error
-
-    return step
 
 
 class DTensorState:
@@ -139,7 +111,7 @@ class DTensorState:
         self.groups = [group["params"] for group in self.options]
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor unsharded: an all-gather of all ranks."""
+        """Return the full tensor; all ranks must call it, since it is an all-gather."""
         return full_tensor(tensor) if self._gathers else tensor
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
@@ -150,7 +122,7 @@ class DTensorState:
             tensor.data.copy_(value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter, unsharded: an all-gather of all ranks per tensor."""
+        """Return the optimizer's full state of a parameter; all ranks must call it."""
         state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
         return {
             key: self.full_tensor(value) if isinstance(value, Tensor) else value
@@ -166,8 +138,7 @@ class DTensorState:
             return  # the state before the first step: the optimizer initializes it
         own = self._optimizer.state[parameter]
         for key, value in state.items():
-            # Only tensors of the parameter's shape are sharded with it; a step count is the same on every
-            # rank.
+            # Tensors of the parameter's shape are sharded like it; a step count is the same on all ranks.
             is_like = isinstance(value, Tensor) and key not in COUNTS and value.shape == parameter.shape
             if is_like and isinstance(parameter, DTensor):
                 own[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
@@ -178,13 +149,12 @@ class DTensorState:
 
 @torch.no_grad()
 def _load_shard(tensor: DTensor, value: Tensor) -> None:
-    """Set this rank's shard from the full value, which every rank has, so no rank sends data."""
-    # None if the tensor is sharded by something other than rows.
+    """Set this rank's shard from the full value. Every rank has that value, so none is sent."""
     own = local_rows(tensor)
-    if own is None:
+    if own is None:  # the tensor is sharded by something other than rows
         value = value.to(tensor.device)
         tensor.copy_(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
-    else:  # a lazy value reads only these rows
+    else:  # a lazy value reads only this rank's rows from the file
         rows = value.rows(*own) if isinstance(value, LazyShardedTensor) else value[slice(*own)]
         tensor.to_local().copy_(rows)
 
@@ -202,7 +172,7 @@ def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module
 
 
 def sharded_state(self: Any, optimizer: Any = None) -> DTensorState:
-    """Return the tensors of models and of an optimizer in the layout of checkpoints."""
+    """Return an object that reads and sets full tensors of models and of an optimizer."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside LightningOptimizer
     return DTensorState(optimizer, gathers=self.checkpoints == "full")
 
@@ -210,7 +180,7 @@ def sharded_state(self: Any, optimizer: Any = None) -> DTensorState:
 def save_checkpoint(
     self: Any, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
 ) -> None:
-    """Write a file, or a folder with a file per rank; if one rank cannot, all ranks raise its error."""
+    """Write a file, or a folder with a file per rank; if one rank fails, all ranks raise its error."""
     if self.checkpoints == "full":
         fabric_checkpoint.write_checkpoint(self, checkpoint, str(filepath), storage_options)
     else:
@@ -222,8 +192,8 @@ def load_checkpoint(
     checkpoint_path: str | Path,
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
-    """Return a checkpoint; from a folder each rank reads only its own rows."""
-    # What is on the disk decides, not `checkpoints`: a run may resume from the other kind.
+    """Return a checkpoint from a file or a folder; from a folder each rank reads only its own rows."""
+    # Regardless of the argument `checkpoints`: a run may resume from the other kind.
     if Path(checkpoint_path).expanduser().is_dir():
         ranks = Ranks(self.root_device)
         return folder_io(self).load_shards(checkpoint_path, ranks, weights_only=weights_only)
@@ -231,18 +201,18 @@ def load_checkpoint(
 
 
 def folder_io(strategy: Any) -> AtomicFiles:
-    """Return a run's CheckpointIO if it writes folders, else one that the strategy keeps for folders."""
+    """Return the run's CheckpointIO if it can write folders, else an AtomicFiles of the strategy."""
     io = strategy.checkpoint_io
     return io if isinstance(io, AtomicFiles) else vars(strategy).setdefault("_folder_io", AtomicFiles())
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Memory(Sharding):
-    """Memory of FSDP2: every tensor is sharded by rows; a block is all-gathered while it is computed.
+    """Memory of FSDP2, which shards every tensor by rows and gathers a block while it computes.
 
     Args:
-        compute_itemsize: Bytes per element in gathered form; None for the weight's own.
-        reduce_itemsize: Bytes per element of a gradient as it is sent; None for `compute_itemsize`.
+        compute_itemsize: Bytes per element of a gathered weight; None for those of the weight's dtype.
+        reduce_itemsize: Bytes per element of a reduced gradient; None for `compute_itemsize`.
         on_host: Whether shards, gradients and state are in host memory.
         reshard: Whether a block is freed after its forward pass (`reshard_after_forward`).
         reduce_each: Whether gradients are reduced after every micro-batch.
@@ -293,9 +263,9 @@ class FSDP2Memory(Sharding):
 
     def assumptions(self) -> list[str]:
         """Implement `Sharding`."""
-        again = "and again for its backward pass" if self.reshard else "and kept until its backward pass"
+        backward = "and again for its backward pass" if self.reshard else "and kept until its backward pass"
         return [
-            f"a block is gathered for its forward pass {again}; several devices prefetch the next one; "
+            f"a block is gathered for its forward pass {backward}; several devices prefetch the next one; "
             "weights outside of blocks stay gathered",
             "tensors are sharded by rows: one with fewer rows than devices is sharded less",
         ]

@@ -1,8 +1,9 @@
-"""DeepSpeed's configuration, and checks that reject what DeepSpeed would change silently.
+"""DeepSpeed's configuration, and checks that reject settings and models that DeepSpeed would silently change.
 
 deepspeed_zero.py calls these functions. Keys of `config` that the Trainer sets are rejected, because one of
-two values would silently win. So are unknown keys, which DeepSpeed ignores. Models, hooks and other
-techniques are rejected if DeepSpeed would train something else, or fail without a reason.
+the two values would silently win. Unknown keys are rejected too, because DeepSpeed ignores them. Models,
+hooks and other techniques are rejected if DeepSpeed would train something else, or fail with an error that
+does not name the cause.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ FREE = (
     *("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "compile"),
     *("disable_allgather", "disable_python_gc", "log_level", "timers", "monitor_config"),
 )
-"""DeepSpeed's keys that users may set: a Trainer sets none of them."""
+"""DeepSpeed's keys that users may set, since a Trainer sets none of them."""
 _NESTED = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 OVERLAP_STAGE = 2
-"""The only stage that can overlap gradient reduction with the backward pass without accumulating itself."""
+"""The only stage that can overlap gradient reduction with the backward pass while Lightning accumulates."""
 DEFAULT_BUCKET = 500_000_000
 """Elements that DeepSpeed allocates for a gradient bucket, regardless of the model's size."""
 
@@ -117,10 +118,10 @@ ONE_DEVICE = Rule(
 
 
 def check(config: Mapping[str, Any], path: str = "") -> None:
-    """Reject keys that are set elsewhere, and unknown keys.
+    """Check the keys of DeepSpeed's configuration.
 
     Raises:
-        ConfigError: The text names the setting to use instead, or the nearest key.
+        ConfigError: A key is set elsewhere (the text names that setting), or is unknown.
 
     Example:
         >>> check({"gradient_clipping": 1.0})
@@ -178,8 +179,8 @@ def deepspeed_config(
 def fit_bucket(config: Any, groups: Iterable[Mapping[str, Any]]) -> None:
     """Limit the gradient bucket to the number of trained elements, unless its size was set.
 
-    DeepSpeed allocates the full bucket, 2 GB in float32 by default. All gradients fit either way, so nothing
-    else changes.
+    DeepSpeed allocates the full bucket, 2 GB in float32 by default. The smaller bucket still holds all
+    gradients, so only the memory changes.
     """
     num_trained = sum(full_shape(parameter).numel() for group in groups for parameter in group["params"])
     config["zero_optimization"].setdefault("reduce_bucket_size", min(DEFAULT_BUCKET, max(1, num_trained)))
@@ -194,8 +195,9 @@ def import_deepspeed(device: str | None = None) -> None:
     Raises:
         EnvironmentLacksError: It cannot be imported, or was imported for another type of device.
     """
-    warns = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ  # that there is no GPU
-    os.environ |= {"DS_ACCELERATOR": "cpu"} if warns else {}
+    # Without the variable, DeepSpeed warns that there is no GPU.
+    sets_variable = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ
+    os.environ |= {"DS_ACCELERATOR": "cpu"} if sets_variable else {}
     try:
         with redirect_stdout(sys.stderr):
             import deepspeed.ops
@@ -205,7 +207,7 @@ def import_deepspeed(device: str | None = None) -> None:
         text += "\n  try: pip install 'lightning-eff[deepspeed]'"
         raise EnvironmentLacksError(text) from error
     finally:
-        if warns:
+        if sets_variable:
             del os.environ["DS_ACCELERATOR"]
     accelerator: Any = get_accelerator()
     found = accelerator.device_name()
@@ -214,14 +216,14 @@ def import_deepspeed(device: str | None = None) -> None:
         text += f"\n  try: DS_ACCELERATOR={device} in the environment"
         raise EnvironmentLacksError(text)
     if device == "cpu":
-        # Else DeepSpeed 0.19 builds a shared-memory transport. That needs a compiler, and waits forever for
-        # the lock of a build that was killed; gloo does the same work.
+        # Otherwise DeepSpeed 0.19 compiles a shared-memory transport, which needs a compiler. If such a build
+        # is killed, later ones wait forever for its lock. gloo does the same work.
         names: dict[str, Any] = deepspeed.ops.__dict__
         names.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def check_run(trainer: pl.Trainer) -> None:
-    """Reject runs of a Trainer that Lightning only warns about, or that DeepSpeed would silently change.
+    """Reject a Trainer's settings and hooks that DeepSpeed would ignore.
 
     Raises:
         ConfigError: Gradients are clipped by value.
@@ -247,7 +249,7 @@ def check_run(trainer: pl.Trainer) -> None:
 
 
 def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *, is_trained: bool) -> None:
-    """Reject models that DeepSpeed would silently change, or fail on without a reason.
+    """Reject models that DeepSpeed would silently change, or on which it fails without naming the cause.
 
     Args:
         module: The model.

@@ -1,13 +1,16 @@
-"""What DeepSpeed's engine does to optimizer, parameters and precision, and checks for what it cannot do.
+"""Checks and adapters for the optimizer, the parameters and the precision under DeepSpeed's engine.
 
-deepspeed_zero.py uses it around the engine's start and each step. ZeRO flattens parameters into one vector
-and gives each rank a slice. SGD and Adam compute the same on a slice. An optimizer that uses a full matrix
-(its norm, rows, singular vectors, blocks of quantized state) silently computes something else.
+deepspeed_zero.py uses them when the engine starts and around each step.
 
-DeepSpeed trains float32 copies of the parameters that require gradients when it starts. The next step
-overwrites a weight that is clamped or loaded during the run. An unfrozen weight is never stepped, and a
-frozen one still moves by its momentum. A single device would behave as intended, so such runs are rejected.
-Weights that stay frozen may change (a teacher's average), except in stage 3.
+Optimizer: ZeRO flattens parameters into one vector and gives each rank a slice. SGD and Adam give the same
+result on a slice. An optimizer that uses a full matrix (its norm, rows, singular vectors, blocks of quantized
+state) would silently compute something else, so it is rejected.
+
+Parameters: when DeepSpeed starts, it copies the parameters that require gradients to float32 and trains the
+copies. If a weight is clamped or loaded during the run, the next step overwrites it. A weight that is
+unfrozen is never stepped; one that is frozen still moves by its momentum. On a single device these changes
+would take effect, so `ParameterGuard` rejects them. Weights that stay frozen may change (a teacher's
+average), except in stage 3.
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ ELEMENTWISE = {
     "deepspeed": ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"],
     "pytorch_optimizer": ["Lion"],
 }
-"""Optimizers that update each element by itself, by package; not their subclasses, which may not."""
+"""Optimizers that update each element independently, by package. Subclasses are not included."""
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
-    """Call `configure_optimizers` and return its optimizer, and its schedule or None.
+    """Call `configure_optimizers`; return its optimizer, and its schedule or None.
 
     Raises:
         ConflictError: It returned none or several, or the optimizer is not known to be elementwise.
@@ -75,7 +78,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
-    # By package too: another library's class of the same name may compute something else.
+    # The package counts too: another library's class of the same name may compute something else.
     if kind.__name__ not in ELEMENTWISE.get(package, ()) and not getattr(optimizer, "elementwise", False):
         problem = f"{kind.__name__} is not known to be elementwise, but ZeRO flattens and cuts tensors"
         own = f"{kind.__name__}.elementwise = True, if it updates each element by itself"
@@ -83,7 +86,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 class EngineOptimizer(Optimizer):
-    """DeepSpeed's optimizer for a loop: groups to schedule, gradients to discard; Fabric steps it."""
+    """The optimizer that a Fabric loop gets: it exposes DeepSpeed's groups, and discards gradients."""
 
     def __init__(  # pyright: ignore[reportMissingSuperCall] - the tensors are DeepSpeed's
         self, zero: Any, discard_gradients: Callable[[], None]
@@ -101,16 +104,17 @@ class EngineOptimizer(Optimizer):
 
 
 class ReductionControl:
-    """Implements `fabric.no_backward_sync`: stage 1 reduces in the step, stages 2 and 3 in each backward."""
+    """Implements `fabric.no_backward_sync` without effect: DeepSpeed's stage decides when to reduce."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
         """Return a context that changes nothing."""
+        # Stage 1 reduces gradients in the step; stages 2 and 3 reduce in each backward pass.
         del module, enabled
         return nullcontext()
 
 
 class ParameterGuard:
-    """Compares a model's parameters with their state at the time when DeepSpeed copied them.
+    """Detects changes to parameters after DeepSpeed has copied them.
 
     Args:
         module: The model, sharded by DeepSpeed.
@@ -135,7 +139,7 @@ class ParameterGuard:
         self.begin()
 
     def begin(self) -> None:
-        """Count changes made from now on. Call it again after each step: a step may change a parameter."""
+        """Start to watch for changes; call it again after each step, which may change parameters itself."""
         # torch 2.13 counts in-place changes of a tensor in `_version`, except changes through its `.data`.
         self._versions = [
             (name, p, p._version)  # noqa: SLF001
@@ -165,10 +169,11 @@ class ParameterGuard:
 
 @contextmanager
 def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Generator[None]:
-    """Add a trainable number to groups without trainable parameters, which stages 1 and 2 cannot partition.
+    """Add a trainable number to each group that has no trainable parameter.
 
-    Adapters leave such groups behind, for example of norms and biases. DeepSpeed looks up a group's
-    parameters by the module's names when it starts; afterwards the numbers are removed from the module.
+    Stages 1 and 2 cannot partition such groups. Adapters leave them behind, for example groups of norms and
+    biases. The numbers are also registered in the module while DeepSpeed starts, because it looks up the
+    names of all parameters in a group.
 
     Args:
         module: The model.
@@ -176,7 +181,7 @@ def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Gen
     """
     empty = [group for group in groups if not any(p.requires_grad for p in group["params"])]
     for index, group in enumerate(empty):
-        # It is in no forward pass, so it stays 0.
+        # No forward pass uses it, so it stays 0.
         filler = nn.Parameter(torch.zeros(1))
         group["params"] = [*group["params"], filler]
         module.register_parameter(f"filler_{index}", filler)
@@ -190,14 +195,14 @@ def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Gen
 class CastsLikeOneDevice:
     """Mixin for DeepSpeed's precision plugins: cast only the tensors that a single device would cast.
 
-    Lightning 2.6 calls `module.to(dtype)`, even under 32-true. Buffers in float64 would lose digits, and
-    complex ones (rotary embeddings) their imaginary part.
+    Lightning 2.6 calls `module.to(dtype)`, even under 32-true. float64 buffers would lose digits, and complex
+    buffers (rotary embeddings) would lose their imaginary part.
     """
 
     precision: Any
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast a module to the 16-bit dtype of the precision; others change nothing."""
+        """Cast a module under bf16-true and 16-true; under other precisions return it unchanged."""
         if not self.precision.endswith("16-true"):
             return module
         return cast_floats(module, torch.bfloat16 if self.precision == "bf16-true" else torch.float16)

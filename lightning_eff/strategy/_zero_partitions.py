@@ -2,9 +2,9 @@
 
 In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 a group's parameters are
 concatenated. Each rank has one contiguous slice of the result, which may start or end inside a parameter. In
-stage 3 each rank has an equal slice of each parameter, with padding on the last rank. Optimizer state per
-element has the same layout in separate vectors. Weights are read from these vectors, since the model's own
-may be a 16-bit copy.
+stage 3 each rank has an equal slice of each parameter, with padding on the last rank. Optimizer state with
+one value per element has the same layout, in separate vectors. Weights are read from the float32 vectors,
+since the model may hold a 16-bit copy.
 
 Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they can set neither a stage-3 slice of
 a tensor that does not divide evenly, nor any state before the first step. Only this module uses these
@@ -66,13 +66,13 @@ class PartitionedState:
         self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor unsharded, from the float32 vectors if it is trained; a collective of all ranks."""
+        """Return the full tensor, from the float32 vectors if it is trained; all ranks must call it."""
         if not self._is_trained(tensor):
             return full_tensor(tensor)
         return self._unflatten(tensor, self._partition(tensor))
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
-        """Set a tensor, and its slice of the float32 vectors; a collective of all ranks."""
+        """Set a tensor and, if it is trained, its slice of the float32 vectors; all ranks must call it."""
         if hasattr(tensor, "ds_id"):
             with unsharded(tensor, modifier_rank=0):  # all ranks: rank 0's change is broadcast at the end
                 if dist.get_rank() == 0:
@@ -83,7 +83,7 @@ class PartitionedState:
             self._flatten_into(tensor, self._partition(tensor), value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter, unsharded; a collective of all ranks."""
+        """Return the optimizer's full state of a parameter; all ranks must call it."""
         zero: Any = self._zero
         state: dict[str, Any] = {}
         if not self._is_trained(parameter):
@@ -92,7 +92,7 @@ class PartitionedState:
         for key, value in zero.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS:
                 state[key] = self._unflatten(parameter, value)
-            else:  # one count for all parameters of the vector; a copy, so that loading does not share it
+            else:  # a step count of the whole vector; copied, so that loaded parameters do not share it
                 state[key] = value.clone() if isinstance(value, Tensor) else value
         return state
 
@@ -106,7 +106,7 @@ class PartitionedState:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape and key not in COUNTS:
                 if key not in own:
-                    # The vector holds many parameters; each one's load fills its own slice.
+                    # The vector holds many parameters; loading each of them fills its own slice.
                     own[key] = torch.zeros_like(flat, dtype=value.dtype)
                 self._flatten_into(parameter, own[key], value)
             else:
@@ -127,7 +127,7 @@ class PartitionedState:
         return zero.fp32_partitioned_groups_flat[group]
 
     def _unflatten(self, parameter: Any, flat: Tensor) -> Tensor:
-        """Return a full tensor from the ranks' vectors; a collective of all ranks."""
+        """Return a full tensor from the ranks' vectors; all ranks must call it."""
         zero: Any = self._zero
         if self._is_stage_3:
             _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
@@ -169,11 +169,11 @@ class ZeroMemory(Sharding):
 
     Args:
         compute_itemsize: Bytes per element of the model after DeepSpeed's cast.
-        reduce_itemsize: Bytes per element of a gradient as it is sent.
-        accumulate_itemsize: Bytes per element of a gradient as it is kept.
+        reduce_itemsize: Bytes per element of a gradient while it is reduced.
+        accumulate_itemsize: Bytes per element of a gradient after it was reduced.
         optimizer_on_host: Whether optimizer state and float32 weights are on the host.
-        weights_on_host: Whether the weights' shards are on the host; stage 3.
-        bucket: Elements per gradient bucket; None for all trained ones, up to `DEFAULT_BUCKET`.
+        weights_on_host: Whether the shards of the weights are on the host; stage 3.
+        bucket: Elements per gradient bucket; None for all trained elements, up to `DEFAULT_BUCKET`.
         num_buckets: Number of buckets.
         all_reduce: Whether stages 1 and 2 all-reduce instead of reduce-scatter.
         persistent: Largest number of elements of a tensor that is not sharded; stage 3.
@@ -243,7 +243,7 @@ class ZeroMemory(Sharding):
         return min(DEFAULT_BUCKET, num_trained) if self.bucket is None else self.bucket
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Split each tensor separately in stage 3, all trained ones as one vector in stages 1 and 2."""
+        """Return each weight with the elements of its shard; stages 1 and 2 split one vector of all."""
         if self.stage < 3:
             return super().shards(model, devices)
         # ceil(numel / devices): stage 3 pads each tensor to a multiple of the ranks.
@@ -266,7 +266,7 @@ class ZeroMemory(Sharding):
             return self._stage_3(model, share, devices, total, local)
         bucket = self.bucket_for(total)
         buckets = self.num_buckets * bucket * (self.accumulate_itemsize if self.stage == 1 else size)
-        # The gradient being copied into a bucket.
+        # In addition, the gradient that is being copied into a bucket: at most the largest.
         buckets += (largest := max((weight.numel for weight in model.trained), default=0) * size)
         # A full bucket gets one more flattened copy.
         flat = min(bucket, total) * self.reduce_itemsize if self.stage == 2 and self.all_reduce else 0
@@ -291,7 +291,7 @@ class ZeroMemory(Sharding):
     ) -> DeviceShare:
         size = self.compute_itemsize
         step = min(local, self.step_elements) * FLOAT32
-        # Buffers are never sharded: they are added to the weights again at the end.
+        # `weights` has no buffers here, which are never sharded; they are added at the end.
         weights, host = share.weights - model.buffers_bytes, 0.0
         if self.weights_on_host:
             weights, host = 0.0, weights
@@ -300,13 +300,14 @@ class ZeroMemory(Sharding):
             share, step = replace(share, gradients=0, optimizer=0), 0
         unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         sharded = [weight.numel for weight in model.weights if weight.numel > self.persistent]
-        # The last `reuse / 2` elements stay gathered from forward to backward, since everything after them
-        # runs twice in between. In addition: the weight in use, and prefetched ones, also in the buffer.
+        # The last `reuse / 2` elements stay gathered from forward to backward: the elements after them are
+        # used twice in between. The weight in use and prefetched weights come on top, also in the buffer.
         at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
         gathered = size * (min(sum(sharded), at_once) + min(sum(sharded), self.prefetch))
         bucket = self.bucket_for(total)
         scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
-        # Gathered weights are free when gradients are scattered and at the step: only the excess counts.
+        # Gathered weights are freed before gradients are scattered, and before the step: only the excess
+        # counts.
         excess = max(0, step - gathered, scattered - gathered)
         return replace(
             share,

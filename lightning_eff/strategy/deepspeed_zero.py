@@ -1,22 +1,22 @@
 """ZeRO by DeepSpeed: each rank keeps a shard of the optimizer state, of the gradients, and of the weights.
 
-Data parallelism keeps everything on every device. ZeRO shards what is kept between steps: the optimizer state
-(stage 1), also the gradients (stage 2), also the weights (stage 3, which gathers a layer's weights when the
-layer runs). Shards can also be offloaded to the host. DeepSpeed implements ZeRO. This strategy adapts it to
-Lightning, on CUDA and, with gloo, on CPU.
+Data parallelism keeps everything on every device. ZeRO shards the optimizer state (stage 1), also the
+gradients (stage 2), and also the weights (stage 3, which gathers a layer's weights when the layer runs).
+Shards can be offloaded to the host. DeepSpeed implements ZeRO; this strategy adapts it to Lightning, on CUDA
+and, with gloo, on CPU.
 
-Accumulation is exact: windows of unequal weights, partial windows at the end of an epoch, clipping of the
-full gradient. DeepSpeed's own accumulation is off, because it would divide by the window twice. Checkpoints
-have the layout of a single device (checkpoint/full_state.py): any other strategy loads them, and they go
-through the run's checkpoint_io. A rank has slices of flat vectors, so an optimizer must update each element
-by itself; a custom class declares that with `elementwise = True`.
+Accumulation is exact: windows of unequal weights, partial windows at the end of an epoch, clipping by the
+norm of the full gradient. DeepSpeed's own accumulation is off, because it would divide by the window's length
+a second time. Checkpoints have the layout of a single device (checkpoint/full_state.py): any other strategy
+loads them, and the run's checkpoint_io writes them. Each rank has slices of flat vectors, so the optimizer
+must update each element independently; a custom class declares this with `elementwise = True`.
 
 Saves: optimizer state (stage 1), gradients (2) and weights (3), divided by the number of devices or
     offloaded.
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), plus copies of offloaded
-    tensors. Stages 2 and 3 reduce every micro-batch. The optimizer keeps float32 weights in addition to the
-    model's. A parameter without a gradient on any rank gets a gradient of 0, so weight decay and momentum
-    move it. Ranks must run the same modules; they compare them with 16 bytes per step.
+    tensors. Stages 2 and 3 reduce gradients in every micro-batch. The optimizer keeps float32 weights in
+    addition to the model's. A parameter without a gradient on any rank gets a gradient of 0, so weight decay
+    and momentum still move it. Ranks must run the same modules; they compare them with 16 bytes per step.
 When not: the model fits one device: `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
     Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
@@ -69,14 +69,14 @@ from lightning_eff.strategy._zero_engine import (
 from lightning_eff.strategy._zero_partitions import PartitionedState, ZeroMemory
 
 _LIGHTNINGS: Any = object
-"""Placeholder for Lightning's DeepSpeedStrategy, the Trainer's or Fabric's, the mixin's next base."""
+"""Stands for the next base class after the mixin: the Trainer's or Fabric's DeepSpeedStrategy."""
 
 
 class ZeroMixin(_LIGHTNINGS):
-    """Shared by the Trainer's and Fabric's class: arguments, rules, and checks around a step."""
+    """Code shared by the Trainer's and Fabric's class: arguments, rules, and checks around a step."""
 
     in_fabric = False
-    """Whether a Fabric loop uses it instead of a Trainer."""
+    """Whether this is Fabric's class."""
 
     @check_arguments
     def __init__(
@@ -110,7 +110,8 @@ class ZeroMixin(_LIGHTNINGS):
         self.offload_parameters = offload_parameters
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
-        self._guard: Any = None  # set when DeepSpeed's engine starts, like the next attribute
+        # `_start_of_engine` sets these two.
+        self._guard: Any = None
         self._divergence: Any = None
 
     @property
@@ -120,9 +121,9 @@ class ZeroMixin(_LIGHTNINGS):
         return torch.device("cpu", 0) if device.type == "cpu" else device  # DeepSpeed needs an index
 
     def facts(self) -> Facts:
-        """State what ZeRO cannot do, or would do differently."""
+        """Return rules against techniques that ZeRO breaks or would silently change."""
         excludes = zero_config.ALWAYS
-        # Weights can be averaged only if they are full, and in the dtype that is trained.
+        # Averaging needs full weights in the dtype that is trained.
         plugin = getattr(self, "precision_plugin", None)
         if self.stage == 3 or str(getattr(plugin, "precision", "")) != "32-true":
             excludes += (zero_config.AVERAGES,)
@@ -131,10 +132,10 @@ class ZeroMixin(_LIGHTNINGS):
         return Facts(excludes=excludes)
 
     def _by_deepspeed(self, plugin: Any, kind: type[Any]) -> Any:
-        """Replace another precision plugin, which would have no effect, by DeepSpeed's for its precision."""
+        """Replace a precision plugin by DeepSpeed's for the same precision; others would have no effect."""
         if plugin is None or isinstance(plugin, kind):
             return plugin
-        # `auto` is AutoPrecision's; DeepSpeed gets the precision that AutoPrecision would choose.
+        # Only AutoPrecision has `auto`; DeepSpeed gets the precision that AutoPrecision would choose.
         requested = plugin.precision
         try:
             return kind(auto_precision(self.root_device.type)[0] if requested == "auto" else requested)
@@ -145,24 +146,25 @@ class ZeroMixin(_LIGHTNINGS):
 
     @contextmanager
     def _start_of_engine(self, module: nn.Module, optimizer: Optimizer) -> Generator[None]:
-        """Prepare a model and its optimizer for DeepSpeed, and watch them after it has sharded them."""
+        """Prepare a model and its optimizer for DeepSpeed's engine; start the checks after it has started."""
         groups = optimizer.param_groups
-        # DeepSpeed will replace these by flat vectors; the layout of checkpoints follows them.
+        # Checkpoints have the layout of these groups, which DeepSpeed will replace by flat vectors.
         self._groups = [list(group["params"]) for group in groups]
         zero_config.fit_bucket(self.config, groups)
         with without_empty_groups(module, groups):
             yield
         self._guard = ParameterGuard(module, calls_hooks=not self.in_fabric)
-        # Stage 1 reduces gradients once per step, in a fixed order: only the set of modules matters.
+        # Stage 1 reduces gradients once per step in a fixed order, so only the set of modules matters.
         gathers, ordered = self.stage == 3, self.stage > 1
         self._divergence = RankDivergenceCheck(ZERO, module, gathers=gathers, ordered=ordered)
 
     @contextmanager
     def _checked_step(self) -> Generator[None]:
-        """Check around a step that DeepSpeed trains the model's parameters, and all ranks run the same."""
+        """Check around a step that no parameter was changed, and that all ranks run the same modules."""
         self._guard.check()
         if self.stage == 3:
-            self._divergence.read()  # before the next forward, in which one rank alone would fail
+            # Before the next forward pass gathers weights, where ranks that differ would wait forever.
+            self._divergence.read()
         try:
             yield
         finally:
@@ -178,7 +180,7 @@ class ZeroMixin(_LIGHTNINGS):
         zero.custom_loss_scaler = True
 
     def sharded_state(self, optimizer: Any = None) -> PartitionedState:
-        """Return the tensors of the model and of its only optimizer, for checkpoints."""
+        """Return an object that reads and sets full tensors of the model and its optimizer."""
         if optimizer is not None and not self._groups:
             problem = f"{type(optimizer).__name__} was not set up, and has no state yet"
             raise conflict(ZERO, problem, "fabric.setup(model, optimizer) before save and load")
@@ -192,7 +194,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
         stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
         offload_optimizer: `cpu` to keep the optimizer state on the host and step there; or None.
         offload_parameters: `cpu` to keep weights on the host until they are needed; stage 3 only.
-        config: More of DeepSpeed's configuration; keys that the Trainer sets are rejected.
+        config: More keys of DeepSpeed's configuration; keys that the Trainer sets are rejected.
 
     Raises:
         ConfigError: A value or a key of `config` is not allowed.
@@ -249,8 +251,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        # DeepSpeed clips by the norm of the full gradient; Lightning's own clipping would see one rank's
-        # slice.
+        # DeepSpeed clips by the norm of the full gradient; Lightning would use the norm of one rank's slice.
         self.config["gradient_clipping"] = (trainer.gradient_clip_val if trainer is not None else None) or 0.0
 
     @override
@@ -264,7 +265,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         with self._start_of_engine(model, optimizer):
             engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        # For other modules (core/optimization, core/checkpoint_stamp.py): `zero` has flat vectors instead.
+        # core/optimization and core/checkpoint_stamp.py read these; `zero` itself has only flat vectors.
         zero.whole_groups = [{"params": group} for group in self._groups]
         zero.kind_behind, zero.defaults = type(zero.optimizer), zero.optimizer.defaults
         return engine, zero
@@ -291,7 +292,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     load_model_state_dict = full_state.load_model_state_dict
     optimizer_state = full_state.optimizer_state
     load_optimizer_state_dict = full_state.load_optimizer_state_dict
-    # Use the run's CheckpointIO: DeepSpeedStrategy's own methods write and read folders of pickles.
+    # These use the run's CheckpointIO; DeepSpeedStrategy's own methods write and read folders of pickles.
     save_checkpoint = Strategy.save_checkpoint
     load_checkpoint = Strategy.load_checkpoint
 
@@ -300,7 +301,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
         return ZeroMemory.of(dict(self.config or {}), str(self.precision_plugin.precision))
 
     def outcome(self) -> Outcome:
-        """Report what was sharded and offloaded."""
+        """Return the kinds of tensors that were sharded and offloaded, and the number of parameters."""
         if not self.optimizers:
             return Outcome(did="nothing trained", effective=False)
         sharded = ("optimizer state", "gradients", "weights")[: self.stage]
@@ -318,10 +319,10 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     """Shard a model's training state among ranks; `Fabric(strategy=ZeroFabric(stage=2), devices=2)`.
 
-    It has the arguments of DeepSpeedZero; in `config`, keys that Fabric or the loop sets are rejected. Call
+    The arguments are DeepSpeedZero's; in `config`, keys that Fabric or the loop sets are rejected. Call
     `fabric.setup(model, optimizer)` for one model and its optimizer. Checkpoints have the layout of a single
-    device and appear in one step, even without `plugins=[Durable()]`. `fabric.clip_gradients` takes effect in
-    the step, where DeepSpeed knows the norm, and returns None.
+    device and are written atomically, even without `plugins=[Durable()]`. `fabric.clip_gradients` returns
+    None: DeepSpeed computes the norm and clips in the next step.
 
     Lightning's own DeepSpeedStrategy rejects CPUs and `fabric.clip_gradients`, saves folders that only
     DeepSpeed loads, steps a schedule twice, and keeps gradients that `optimizer.zero_grad()` should discard.
@@ -341,8 +342,8 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     """
 
     in_fabric = True
-    _rejects_nonfinite = False
-    _has_gradients = False
+    _rejects_nonfinite = False  # whether the next step fails if its norm is not finite
+    _has_gradients = False  # whether a backward pass has run since the last step
 
     checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
 
@@ -353,7 +354,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
 
     @override
     def setup_environment(self) -> None:
-        self._backward_sync_control: Any = ReductionControl()  # Fabric warns if it is missing
+        self._backward_sync_control: Any = ReductionControl()  # Fabric warns if this attribute is missing
         run = {"run/one_device": "one device"} if self.num_nodes * self.num_processes == 1 else {}
         rules.raise_rejected(rules.check_rules([self], run))
         zero_config.import_deepspeed(self.root_device.type)
@@ -392,7 +393,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         own = optimizers[0]
         check_elementwise(own)
         rules.raise_rejected(rules.check_rules([self, type(own)], {}))
-        # DeepSpeed builds new flat vectors and never looks at the state of the old parameters.
+        # DeepSpeed creates new flat vectors, and would ignore the state of the original parameters.
         if own.state:
             problem = f"{type(own).__name__} has a state, which DeepSpeed would not take over"
             raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
@@ -412,14 +413,15 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     def discard_gradients(self) -> None:
         """Discard the gradients that DeepSpeed's optimizer (0.19) keeps for its next step.
 
-        DeepSpeed's `zero_grad` keeps gradients that stage 2 has reduced, and stages 2 and 3 then add to them.
+        DeepSpeed's `zero_grad` leaves gradients that were already reduced. In stages 2 and 3, the next
+        backward pass would add to them.
         """
         zero: Any = self.model.optimizer
         zero.zero_grad()
         zero.custom_loss_scaler = False
         if hasattr(zero, "all_grad_tensors"):  # stages 1 and 2
             zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
-            zero.micro_step_id = -1  # the next backward overwrites offloaded gradients
+            zero.micro_step_id = -1  # makes the next backward pass overwrite offloaded gradients
         self._has_gradients = False
 
     @override
@@ -439,12 +441,12 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         rejects, self._rejects_nonfinite, self._has_gradients = self._rejects_nonfinite, False, False
         with self._checked_step():
             try:
-                # Pass the engine: Lightning 2.6 passes it only if it looks like an optimizer, which 0.19's
-                # does not.
+                # Lightning 2.6 passes the engine only if it looks like an optimizer; DeepSpeed 0.19's does
+                # not.
                 result = super().optimizer_step(engine, **keywords)
             finally:
                 engine.optimizer.clip_grad = 0.0  # `clip_gradients_norm` applies to one step
-        # With float16, the scaler has skipped the step and will lower its scale: no error.
+        # With float16 this is no error: the scaler has skipped the step and will lower its scale.
         if rejects and not self.precision.precision.startswith("16"):
             norm = float(engine.optimizer._global_grad_norm)  # noqa: SLF001 - private to DeepSpeed 0.19
             if not math.isfinite(norm):
@@ -460,7 +462,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Any:
-        """Clip the gradients in the next step, which then also checks their norm."""
+        """Clip the gradients in the next step; with `error_if_nonfinite` it also checks their norm."""
         if float(norm_type) != 2.0:
             allowed = "2: DeepSpeed computes no other norm of the full gradient"
             raise ConfigError(key="norm_type", value=norm_type, allowed=allowed, remedies=["FSDP2Fabric()"])

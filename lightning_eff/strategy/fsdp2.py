@@ -1,29 +1,32 @@
 """FSDP2: each rank keeps a shard of each weight, gradient and optimizer state, and gathers a block at a time.
 
-Like ZeRO's stage 3, but in PyTorch itself. `fully_shard` shards the parameters of each repeated block (the
-layers of a transformer), gathers them for the block's forward and backward, and reduce-scatters their
-gradients. Blocks are found in any LightningModule; no `configure_model` is needed. Sharding is the last
-change of the model, after adapters, tiling, checkpointing and compiling (core/model_surgery.py).
+FSDP2 is PyTorch's equivalent of ZeRO's stage 3. `fully_shard` shards the parameters of each repeated block
+(the layers of a transformer). It gathers them for the block's forward and backward pass, and reduce-scatters
+their gradients. The strategy finds the blocks of any LightningModule; no `configure_model` is needed.
+Sharding is the last change of the model, after adapters, tiling, checkpointing and compiling
+(core/model_surgery.py).
 
-Within a window of micro-batches, full gradients stay on each rank and are reduced once. Lightning's own
-strategy reduces after every micro-batch; `sync_every_micro_batch` does so too, to save memory. Checkpoints
-have the layout of a single device (checkpoint/full_state.py): one file or, for models that no host could
-hold, a folder to which each rank writes its own rows (checkpoint/sharded.py). Both are verified, and any
-strategy loads them. strategy/__init__.py lists the files to read before changing this one.
+Within a window of micro-batches, each rank keeps full gradients and reduces them once. Lightning's own
+strategy reduces after every micro-batch, which needs less memory; `sync_every_micro_batch` does the same.
 
-With `cpu_offload` one device is enough: only the weights of the computing block are on the device, everything
-else is in host memory. That fits, for example, LoRA on a frozen base that is larger than the device. Results
-are the same as without the strategy.
+Checkpoints have the layout of a single device (checkpoint/full_state.py). A checkpoint is one file or, for
+models that no host could hold, a folder to which each rank writes its own rows (checkpoint/sharded.py). Both
+are verified, and any strategy loads them.
+
+With `cpu_offload` one device is enough: it holds only the weights of the block that is computing, and host
+memory holds the rest. LoRA can then train on a frozen base that is larger than the device. Results are the
+same as without the strategy. strategy/__init__.py lists the files to read before changing this one.
 
 Saves: optimizer state, gradients and weights, divided by the number of devices or offloaded.
 Costs: 1.5 times the communication of DDP; a block's full weights at a time; full gradients while they are
     accumulated, unless every micro-batch is reduced. Offloaded weights are copied to the device twice per
     batch; one device waits for each copy (torch 2.13), several prefetch. A checkpoint in one file gathers one
-    tensor after another, and every rank reads all of it; a folder does neither. Ranks must run the same
+    tensor after another, and every rank reads the whole file; a folder avoids both. Ranks must run the same
     modules; they compare them with 16 bytes per step (_shared/collectives.py).
 When not: the model fits one device: `strategy=ddp` communicates least.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
-    tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters.
+    tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters. A step that uses a block's
+    weight outside the block's forward pass: torch raises "got mixed torch.Tensor and DTensor".
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -163,7 +166,7 @@ class FSDP2(ModelParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         module: Any = self.lightning_module
-        # After `_shard`, Lightning moved the model to its device, which created new parameters again.
+        # After `_shard`, Lightning moved the model to its device. This created new parameters again.
         restore_attributes(module, self._attributes)
         super().setup_optimizers(trainer)
         checks.check_hooks(module)
@@ -174,7 +177,7 @@ class FSDP2(ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
-        result = super().optimizer_step(optimizer, *arguments, **keywords)  # includes the last forward
+        result = super().optimizer_step(optimizer, *arguments, **keywords)  # runs the last micro-batch too
         if self._divergence is not None:
             self._divergence.compare()
         return result
@@ -197,17 +200,12 @@ class FSDP2(ModelParallelStrategy):
         if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
             super().model_to_device()
 
-    training_step = _fsdp2.explained_step("training_step")
-    validation_step = _fsdp2.explained_step("validation_step")
-    test_step = _fsdp2.explained_step("test_step")
-    predict_step = _fsdp2.explained_step("predict_step")
-
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
         """Return a context without gradient reduction, unless `sync_every_micro_batch`."""
         module: Any = self.lightning_module
-        # Without reduction each rank keeps full gradients of the window: less communication, more memory.
+        # Without reduction, each rank keeps the window's full gradients: less communication, more memory.
         module.set_requires_gradient_sync(self.sync_every_micro_batch)
         try:
             yield
@@ -231,7 +229,7 @@ class FSDP2(ModelParallelStrategy):
             (_fsdp2.folder_io(self) if is_folder else self.checkpoint_io).remove_checkpoint(filepath)
 
     def facts(self) -> Facts:
-        """State that one device shards nothing, and that sharded checkpoints are folders."""
+        """Return the strategy's conflicts, and whether its checkpoints are folders."""
         provides = (SHARDED_CHECKPOINTS,) if self.checkpoints == "sharded" else ()
         return Facts(provides=provides, excludes=(*_AVERAGES, *(() if self.cpu_offload else (_ONE_DEVICE,))))
 
@@ -247,7 +245,7 @@ class FSDP2(ModelParallelStrategy):
         )
 
     def outcome(self) -> Outcome:
-        """Report what was sharded, and the bytes kept per rank."""
+        """Return the number of sharded parameters and the bytes of weights per rank."""
         if not self._num_sharded:
             return Outcome(did="nothing sharded", effective=False)
         modules = "1 module" if self._num_sharded == 1 else f"{self._num_sharded} modules"
@@ -266,9 +264,8 @@ _LATER = "model = fabric.setup_module(model), then build the optimizer and fabri
 class ReductionControl:
     """Implements `fabric.no_backward_sync`; Lightning's own leaves reduction off after `enabled=False`."""
 
-    def __init__(self) -> None:
-        self.is_in_window = False
-        """Whether gradients may be waiting for a later backward pass to reduce them."""
+    is_in_window = False
+    """Whether gradients may be waiting for a later backward pass, which reduces them."""
 
     @contextmanager
     def no_backward_sync(self, module: Any, enabled: bool) -> Generator[None]:  # noqa: FBT001
@@ -284,9 +281,9 @@ class ReductionControl:
 class FSDP2Fabric(FabricStrategy):
     """Shard a model with `fully_shard`; `Fabric(strategy=FSDP2Fabric(), devices=2)`.
 
-    It has FSDP2's arguments, except for `sync_every_micro_batch`: a loop uses `fabric.no_backward_sync`.
+    The arguments are FSDP2's, except for `sync_every_micro_batch`: a loop uses `fabric.no_backward_sync`.
     `fabric.setup(model, optimizer)` gives the optimizer the sharded parameters. Checkpoints have the layout
-    of a single device and appear in one step, even without `plugins=[Durable()]`.
+    of a single device. They are written atomically, even without `plugins=[Durable()]`.
 
     Lightning's own ModelParallelStrategy leaves sharding to a user's function. It resumes an optimizer only
     if it was built afterwards, overwrites the previous checkpoint, and leaves reduction off after a
@@ -359,7 +356,7 @@ class FSDP2Fabric(FabricStrategy):
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
-            # Replacing the parameters of a wrapper leaves the optimizer inside it with the old ones.
+            # A wrapper's parameters can be replaced, but the optimizer inside it would keep the old ones.
             inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
             if inner or isinstance(optimizer, WrapperOptimizer):
                 problem = f"{type(optimizer).__name__} passes parameters on, which sharding then replaces"

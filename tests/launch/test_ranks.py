@@ -1,4 +1,4 @@
-"""Which of several ranks is named, and who says that all have stopped; real ranks are in test_stop.py."""
+"""The rank that is named as failed, and the rank that reports a stop; real ranks are in test_stop.py."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ LOST = RuntimeError("gloo: Connection closed by peer\nmore")
         ([143, None], {}, None),
         ([1, -9], {0: LOST}, ("rank 1 was killed by SIGKILL, perhaps because memory ran out", 1)),
         ([1, 3], {0: LOST}, ("rank 1 ended with code 3; its message is above", 3)),
+        ([-6, 1], {1: MemoryError("no")}, ("rank 1: MemoryError: no", 1)),
+        ([None, -6], {}, ("rank 1 was killed by SIGABRT", 1)),
         ([1, 4], {1: MemoryError("no"), 0: LOST}, ("rank 1: MemoryError: no", 4)),
         ([None, 1], {1: LOST}, ("rank 1: RuntimeError: gloo: Connection closed by peer", 1)),
         ([2, None], {0: ConfigError("x", 1, allowed="2", remedies="3")}, ("x=1: expected 2\n  try: 3", 2)),
@@ -43,13 +45,13 @@ def test_the_rank_that_failed_first_is_named(
     for when, (rank, error) in enumerate(errors.items()):
         monkeypatch.setenv(ranks.ERROR_FILE, str(files[rank]))
         assert ranks.report_error(error)
-        assert ranks.report_error(KeyError("another, which its cleanup has raised"))
+        assert ranks.report_error(KeyError("a later error, of the cleanup"))
         os.utime(files[rank], (when + 1, when + 1))
     found = ranks.first_failure(codes, files, tmp_path)
     assert (found and (str(found), found.exit_code)) == expected
 
 
-def test_a_rank_without_a_parent_names_itself(tmp_path: Path) -> None:
+def test_a_rank_that_fails_without_a_parent_process_names_itself(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(world_size=2, callbacks=[])
     with pytest.raises(RankError) as raised, ended_together(trainer, tmp_path, Launch("slurm", 3, 4)):
         raise LOST
@@ -58,7 +60,7 @@ def test_a_rank_without_a_parent_names_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_says_that_all_have_stopped(rank: int, tmp_path: Path) -> None:
+def test_only_rank_0_reports_that_all_ranks_have_stopped(rank: int, tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(world_size=2, callbacks=[])
     with pytest.raises(KeyboardInterrupt) as raised, ended_together(trainer, tmp_path, Launch("", rank)):
         raise KeyboardInterrupt
@@ -84,17 +86,17 @@ import os, subprocess, sys
 when = sys.argv[1]
 kill = "os.kill(parent, 9)\\n"
 wait = "while os.getppid() == parent: time.sleep(0.01)\\n"
-look = "from lightning_eff.launch import ranks; ranks.end_with_parent()\\n"
-child = {"killed before it looks": kill + wait + look, "killed later": look + kill}[when]
+watch = "from lightning_eff.launch import ranks; ranks.end_with_parent()\\n"
+child = {"before": kill + wait + watch, "after": watch + kill}[when]
 child = f"import os, time\\nparent = os.getppid()\\n{child}time.sleep(600)"
 environ = os.environ | {"LIGHTNING_EFF_PARENT": str(os.getpid())}
 subprocess.Popen([sys.executable, "-c", child], env=environ).wait()
 """
 
 
-@pytest.mark.parametrize("when", ["killed before it looks", "killed later"])
-def test_a_rank_ends_when_its_parent_is_killed_even_if_nothing_reads_its_output(when: str) -> None:
-    """That it ends within 10 s is asserted after every test: nothing is left behind."""
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_rank_ends_when_its_parent_is_killed_before_or_after_it_starts_to_watch(when: str) -> None:
+    """Its output has no reader. conftest.py asserts after every test that no process is left after 10 s."""
     parent = subprocess.Popen([sys.executable, "-c", WITHOUT_PARENT, when], stderr=subprocess.PIPE)
     assert parent.stderr is not None
     parent.stderr.close()
@@ -105,7 +107,7 @@ def test_a_rank_ends_when_its_parent_is_killed_even_if_nothing_reads_its_output(
 def test_ranks_end_together_and_handlers_are_as_before(
     code: int, slept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 of a script ends with a code, when rank 0 has to be killed, or has ended too."""
+    """Both ranks are a shell script: rank 1 ends with a code while rank 0 sleeps, or has ended too."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     shell = tmp_path / "shell"
     shell.write_text(f"#!/bin/sh\n[ $RANK = 0 ] && sleep {slept}\nexit {code}\n")

@@ -1,23 +1,21 @@
-"""Settings, ranks, reports and errors of a run under Ray, by a fake of Ray; jobs of Ray are marked slow."""
+"""Settings, ranks, reports and errors of a run under Ray, with a fake of Ray; real jobs are slow tests."""
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError
 from lightning_eff.launch import ray_driver
-from lightning_eff.launch.job import Launch, as_started, check_tasks
+from lightning_eff.launch.job import Launch, check_tasks
 from lightning_eff.launch.ray import Ray
-from lightning_eff.launch.ray_worker import RayReport, check_device, check_even, reported_checkpoint
+from lightning_eff.launch.ray_worker import RayReport, check_device, check_even
 from tests.support.command_line import TINY, Command
 from tests.support.fake_ray import WORKER, FakeTrain, install
 
@@ -27,12 +25,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
     return install(monkeypatch)
 
 
-@pytest.fixture
-def in_worker(monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
-    return install(monkeypatch, in_worker=True)
-
-
-def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
+def test_a_worker_is_not_confused_with_a_rank_of_another_launcher() -> None:
     others = {"TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     assert Launch.of(WORKER) == Launch.of(others | WORKER) == Launch("ray", 3, 4, 2, "cpu")
     check_tasks({"devices": "auto"}, Launch("ray", 3, 4, 2))
@@ -48,7 +41,7 @@ def test_a_worker_is_not_taken_for_a_rank_of_another_launcher() -> None:
         ({}, {"monitors": {"model_checkpoint": {"dirpath": "out/other"}}}, "model_checkpoint.dirpath="),
     ],
 )
-def test_what_contradicts_the_run_is_rejected_before_ray_starts(
+def test_contradicting_settings_are_rejected_before_ray_starts(
     options: dict[str, Any], changed: dict[str, Any], text: str
 ) -> None:
     values = {"trainer": {"devices": "auto", "accelerator": "auto"}, "run_dir": "out"}
@@ -58,7 +51,7 @@ def test_what_contradicts_the_run_is_rejected_before_ray_starts(
         Ray(**options).check(values)
 
 
-def test_a_global_batch_fits_any_number_of_workers_that_a_run_may_resume_with() -> None:
+def test_a_global_batch_must_fit_any_number_of_workers() -> None:
     values: dict[str, Any] = {"trainer": {}, "run_dir": "out"}
     values["data"] = {"_target_": "lightning_eff.data.text.Text", "batch_size": 4}
     values["callbacks"] = {"gradient_accumulation": {"global_batch_size": 16}}
@@ -69,7 +62,7 @@ def test_a_global_batch_fits_any_number_of_workers_that_a_run_may_resume_with() 
     Ray(workers=8, address="auto").check(values | {"data": {"_target_": "mine.Data", "batch_size": 4}})
 
 
-def test_the_number_of_devices_in_a_recipe_gives_way_to_the_workers(
+def test_the_number_of_workers_replaces_a_recipes_devices_but_not_an_override(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[tuple[Any, ...]] = []
@@ -86,7 +79,7 @@ def test_the_number_of_devices_in_a_recipe_gives_way_to_the_workers(
     assert command("train", "fsdp2", "launch=ray", "launch.workers=1", "trainer.devices=2", *own)[0] == 2
 
 
-def test_the_command_says_how_to_install_ray(
+def test_without_ray_the_command_shows_the_installation_and_leaves_no_folder(
     command: Command, fake: FakeTrain, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray.train.torch", None)
@@ -94,20 +87,6 @@ def test_the_command_says_how_to_install_ray(
     assert code == 3
     assert "try: pip install 'lightning-eff[ray]'" in log
     assert list(tmp_path.iterdir()) == []
-
-
-def test_lightning_finds_ranks_and_devices_in_a_workers_variables(
-    in_worker: FakeTrain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = as_started({"accelerator": "auto", "devices": "auto", "num_nodes": "auto"})
-    assert settings == {"accelerator": "cpu", "devices": 2, "num_nodes": 2}
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1234")
-    ranks = pl.Trainer(strategy="ddp", logger=False, **settings).strategy.cluster_environment
-    assert ranks is not None
-    assert (ranks.world_size(), ranks.global_rank(), ranks.local_rank(), ranks.node_rank()) == (4, 3, 1, 1)
-    assert (ranks.main_address, ranks.main_port) == ("10.0.0.1", 1234)
-    assert ranks.creates_processes_externally
 
 
 def test_machines_with_different_numbers_of_workers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +100,7 @@ def test_machines_with_different_numbers_of_workers_are_rejected(monkeypatch: py
         check_even(Launch("ray", num_tasks=3, num_local_tasks=1))
 
 
-def test_a_gpu_that_lightning_would_not_take_is_rejected() -> None:
+def test_a_gpu_whose_index_is_not_the_local_rank_is_rejected() -> None:
     check_device(torch.device("cuda:1"), 1)
     check_device(torch.device("cpu"), 1)
     with pytest.raises(EnvironmentLacksError, match="cuda:2"):
@@ -129,7 +108,7 @@ def test_a_gpu_that_lightning_would_not_take_is_rejected() -> None:
 
 
 class Saver(SimpleNamespace):
-    """What `RayReport` reads of a Trainer, whose `ModelCheckpoint` has saved at `step`."""
+    """The attributes of a Trainer that `RayReport` reads."""
 
     @classmethod
     def at(cls, step: int, path: Path, rank: int) -> Any:
@@ -157,23 +136,3 @@ def test_each_save_is_reported_once_by_all_ranks(
         hook(Saver.at(2, path, rank), module)
     reporter.on_train_end(Saver.at(3, path, rank), module)
     assert [metrics["step"] for metrics, _ in fake.reported] == [2, 3]
-
-
-def test_a_restarted_worker_takes_the_newest_intact_checkpoint(in_worker: FakeTrain, tmp_path: Path) -> None:
-    from lightning_eff.checkpoint_io.durable import Durable
-
-    folder = tmp_path / "checkpoints"
-    for step in (1, 2, 3):
-        Durable().save_checkpoint({"step": step}, folder / f"step-{step}.ckpt")
-        os.utime(folder / f"step-{step}.ckpt", (step, step))
-    (folder / "step-3.ckpt").write_bytes((folder / "step-3.ckpt").read_bytes()[:-1])
-    assert reported_checkpoint(tmp_path) is None  # the first start, in a folder of another run
-    in_worker.get_checkpoint = lambda: SimpleNamespace(path=str(folder))
-    assert reported_checkpoint(tmp_path) == folder / "step-2.ckpt"
-
-
-@pytest.mark.parametrize("verb", ["plan", "compare"])
-def test_verbs_that_start_nothing_on_ray_reject_it(verb: str, command: Command) -> None:
-    code, _, err = command(verb, "lm", "launch=ray", "launch.workers=[1,2]")
-    assert code == 2
-    assert "launch='ray'" in err

@@ -1,6 +1,6 @@
-"""Two real ranks on gloo: they share a folder and a screen, stop together, and fail together.
+"""Two real ranks on gloo: they share a folder and a terminal, stop together, and fail together.
 
-A start costs ten to twenty seconds, so one of them is always on; the others are marked slow.
+A start takes 10 to 20 s, so all tests but one are slow.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Data(pl.LightningDataModule):
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start ranks from an empty folder, and an environment in which nothing was started yet."""
+    """Start ranks from an empty folder, in an environment without a launcher's variables."""
     monkeypatch.chdir(tmp_path)
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -82,7 +82,7 @@ def start(launcher: str, strategy: str, fault: str, *more: str) -> subprocess.Po
 
 
 def end_of(process: subprocess.Popen[str]) -> list[str]:
-    """Wait for its end; return the lines that it wrote."""
+    """Wait until the process fails; return the lines of its output."""
     with process:
         out, err = process.communicate()
     err = out + err
@@ -111,23 +111,23 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_a_rank_that_fails_ends_the_others_and_is_named(launcher: str, strategy: str, fault: str) -> None:
-    """The quick part of it, without real ranks, is in test_ranks.py."""
+    """The quick test, without real ranks, is in test_ranks.py."""
     lines = end_of(start(launcher, strategy, fault, "trainer.max_steps=400"))
     kind, rank, place = fault.split(":")
-    if launcher == "torchrun":  # it speaks last: "rank      : 1 (local_rank: 1)", then the traceback
-        (said,) = [index for index, line in enumerate(lines) if "Root Cause" in line]
-        last = " ".join(" ".join(lines[said:]).split())
+    if launcher == "torchrun":  # its summary is last: "rank      : 1 (local_rank: 1)", then the traceback
+        (first,) = [index for index, line in enumerate(lines) if "Root Cause" in line]
+        last = " ".join(" ".join(lines[first:]).split())
         assert f"rank : {rank}" in last
     else:
         last = lines[-1]
         assert f"rank {rank}" in last
     assert ("SIGKILL" if kind == "kill" else "RuntimeError: a fault of the test") in last
-    # Rank 0 may have begun when another cannot build its model.
+    # If rank 1 cannot build its model, rank 0 may have started before.
     assert len(list(Path("outputs/baseline").glob("*"))) in ([0, 1] if place == "build" else [1])
 
 
 def test_a_signal_to_one_rank_of_this_process(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As below; the command itself, which starts the ranks, needs no third process."""
+    """The test's process itself starts the ranks, which saves the start of a third process."""
     monkeypatch.setenv("FAULT", "SIGTERM:1:step")
     monkeypatch.setenv("MARK", str(Path.cwd()))
     _, out, err = command(*words_for("ddp", "trainer.max_steps=100000"), code=143)
@@ -137,7 +137,7 @@ def test_a_signal_to_one_rank_of_this_process(command: Command, monkeypatch: pyt
 
 def assert_stopped(lines: list[str], *, is_printed: bool = True) -> None:
     (saved,) = Path("outputs/baseline").glob("*/checkpoints/*.ckpt")
-    assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step that it came in, or the one after it"
+    assert saved.name in ("step-4.ckpt", "step-5.ckpt"), "the step of the signal, or the next one"
     assert sum("Stopped after" in line for line in lines) == 1, lines
     if is_printed:
         assert lines[-1].startswith("stopped")
@@ -166,12 +166,12 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
 @SLOW
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
-    """Also one that it cannot hear: ranks do not outlive it."""
+    """Also SIGKILL, which it cannot handle: the ranks end too."""
     process = start("own", "ddp", "tell:0:step", "trainer.max_steps=100000")
     while process.poll() is None and not Path("began").exists():
         time.sleep(0.1)
     process.send_signal(number)
-    lines = end_of(process)  # no rank has the pipe any more
+    lines = end_of(process)  # returns when no rank has the pipe open
     if number == signal.SIGKILL:
         return
     assert process.returncode == 128 + (signal.SIGTERM if number == signal.SIGHUP else number), lines
@@ -187,7 +187,7 @@ def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
         *(("torchrun", recipe) for recipe in ("zero2", "fsdp2")),
     ],
 )
-def test_ranks_share_one_folder_and_one_screen(launcher: str, recipe: str, tiny: list[str]) -> None:
+def test_ranks_share_one_folder_and_one_terminal(launcher: str, recipe: str, tiny: list[str]) -> None:
     words = [*LAUNCHERS[launcher], "lightning_eff", "train", recipe, *tiny, "trainer.devices=2", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,13 @@
-"""Two ranks (gloo, DDP): a rank that runs out of memory only takes longer, and all decide alike.
+"""Two ranks (gloo, DDP): a rank that runs out of memory only takes longer, and all ranks decide alike.
 
-One start of two processes for all cases; `main` runs in both of them, the tests read what they have saved.
+Two processes are started once for the basic cases and once for the slow ones. `main` runs in both processes,
+and the tests read its results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,15 +29,15 @@ from tests.support.models import make_trainer
 from tests.support.ranks import is_equal, results_of_two_ranks
 
 STEPS = 5
-# micro-batch size, batches a window, weighted, clipping
-EXACT = [("auto", 1, False, 0.05), (3, 2, True, 0.05), ("auto", 2, False, None), (None, 3, True, 0.05)]
-
-FAULTS = [("forward", 0), ("backward", 4), ("update", 1)]
+# micro-batch size, batches per window, weighted, clipping
+EXACT = [("auto", 1, False, 0.05), (3, 2, True, 0.05)]
+WINDOWS = [(3, 2, True, 0.05), ("auto", 2, False, None), (None, 3, True, 0.05)]
+SIZES = (None, "auto")
 TWO_RANKS = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
 
 
 class Counts(pl.Callback):
-    """Counts how often DDP itself averages gradients."""
+    """Counts how often DDP averages gradients."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -51,7 +53,7 @@ class Counts(pl.Callback):
 
 
 class Branches(pl.LightningModule):
-    """Leaves a layer out on one rank, and another on both."""
+    """Does not use one layer on one rank, and another on both ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,12 +114,12 @@ def run(callback: MicroBatch | None, fault: Fault | None = None, *, weighted: bo
 
 
 def with_fault(phase: str, at: int) -> dict[str, Any]:
-    """Rank 1 runs out of memory at one place; two micro-batches of four a step."""
+    """Rank 1 runs out of memory once; a step has two micro-batches of four."""
     rank = int(torch.distributed.get_rank())
     auto = MicroBatch()
     auto.load_state_dict({"micro_batch_size": 4})
     ours = run(auto, Fault(phase, at=at) if rank == 1 else None)
-    # In the step of the fault rank 0 is through with its part, in the next one both have the new size.
+    # Rank 0 finishes the step of the fault with the old size; both ranks have the new size in the next.
     step = at // 2 + (rank == 0) if phase != "update" else STEPS
     return {"ours": ours, "reference": run(ScriptedMicroBatch(4, 2, step))}
 
@@ -142,7 +144,7 @@ def unused(callbacks: list[Any]) -> list[Tensor]:
 
 
 def own_loop(size: Any) -> list[Tensor]:
-    """Plain DDP: two batches of five samples a step on each rank, weighed by tokens."""
+    """Plain DDP: two batches of five samples a step on each rank, weighted by tokens."""
     from torch.nn.parallel import DistributedDataParallel
 
     rank = int(torch.distributed.get_rank())
@@ -182,49 +184,99 @@ def rejected() -> str:
 
 
 def main(folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = {"exact": [exact(*case) for case in EXACT]}
-    swapped = [TritonGemm(min_features=1), TritonGemm(min_features=1)]
-    results["swapped"] = [exact(*case, layer) for case, layer in zip(EXACT[1:3], swapped, strict=True)]
-    results["ends"] = [
-        exact(size, 2, True, 0.05, GradientCheck(max_nonfinite_steps=1), ends_at=3) for size in (None, "auto")
-    ]
-    results["added"] = [layer.outcome().numbers["added_in_place"] for layer in swapped]
-    results["faults"] = [with_fault(*case) for case in FAULTS]
-    results["found"] = found((9, 2))
-    results["plain"] = [run(None, weighted=False), run(MicroBatch(), weighted=False)]
-    results["unused"] = [unused([]), unused([MicroBatch()])]
-    results["own"] = [own_loop(size) for size in (None, 2, "auto")]
-    results["rejected"] = rejected()
-    results["uneven"] = uneven.fit(GradientAccumulation(num_batches=1))
-    return results
+    return {"basic": basic, "more": more}[Path(folder).name]()
+
+
+def basic() -> dict[str, Any]:
+    return {
+        "exact": [exact(*case) for case in EXACT],
+        "fault": with_fault("backward", 4),
+        "plain": [run(None, weighted=False), run(MicroBatch(), weighted=False)],
+        "uneven": uneven.fit(GradientAccumulation(num_batches=1)),
+    }
+
+
+def more() -> dict[str, Any]:
+    layers = [TritonGemm(min_features=1), TritonGemm(min_features=1)]
+    windows = [exact(*case, layer) for case, layer in zip(WINDOWS[:2], layers, strict=True)]
+    ends = [exact(size, 2, True, 0.05, GradientCheck(max_nonfinite_steps=1), ends_at=3) for size in SIZES]
+    return {
+        "windows": [*windows, exact(*WINDOWS[2])],
+        "added": [layer.outcome().numbers["added_in_place"] for layer in layers],
+        "ends": ends,
+        "fault": with_fault("update", 1),
+        "found": found((9, 2)),
+        "unused": [unused([]), unused([MicroBatch()])],
+        "own": [own_loop(size) for size in (2, "auto")],
+        "rejected": rejected(),
+    }
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank has found."""
-    return results_of_two_ranks(__name__, tmp_path_factory.mktemp("ranks"))
+    """Return each rank's results."""
+    return results_of_two_ranks(__name__, tmp_path_factory.mktemp("basic", numbered=False))
+
+
+@pytest.fixture(scope="module")
+def more_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return results_of_two_ranks(__name__, tmp_path_factory.mktemp("more", numbered=False))
 
 
 def assert_weights(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
     torch.testing.assert_close([*ours], [each.detach() for each in theirs], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("case", range(len(EXACT)))
-def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[Any], case: int) -> None:
-    """FSDP2 and ZeRO, with micro-batches and windows, are in tests/test_strategies.py."""
-    size, window, weighted, clip = EXACT[case]
-    one, other = (rank["exact"][case] for rank in ranks)
+def assert_exact(one: Any, other: Any, size: Any, window: int, weighted: bool, clip: float | None) -> None:
+    """Compare with one process that has all samples of a window: batches of 16, and a last one of 12."""
     assert is_equal(one, other)
-    # All samples of a window as one batch: batches of 16, and a last one of 12.
     assert_weights(one["weights"], train_reference(weighted, 4 * window, clip, 9, 15, ranks=2).parameters())
     assert one["ddp"] == (0 if size == "auto" else 9), "once a step, or not in DDP at all"
 
 
-@pytest.mark.parametrize("case", range(2))
-def test_a_window_that_a_hook_ends_steps_on_all_ranks(ranks: list[dict[str, Any]], case: int) -> None:
+@pytest.mark.parametrize("case", range(len(EXACT)))
+def test_two_ranks_step_as_one_would_on_all_samples(ranks: list[Any], case: int) -> None:
+    """FSDP2 and ZeRO, with micro-batches and windows, are in tests/test_strategies.py."""
+    assert_exact(*(rank["exact"][case] for rank in ranks), *EXACT[case])
+
+
+def test_a_rank_that_runs_out_of_memory_leaves_no_trace(ranks: list[dict[str, Any]]) -> None:
+    assert_no_trace([rank["fault"] for rank in ranks], size=2)
+
+
+def assert_no_trace(results: list[Any], *, size: int) -> None:
+    for result in results:
+        assert is_equal(result["ours"], result["reference"])
+        assert result["ours"]["size"] == size
+    assert is_equal(results[0]["ours"]["weights"], results[1]["ours"]["weights"])
+
+
+def test_batches_that_fit_train_as_under_plain_ddp(ranks: list[dict[str, Any]]) -> None:
+    """Buffers too: each step begins with the first rank's."""
+    for rank in ranks:
+        theirs, ours = rank["plain"]
+        assert is_equal(ours["weights"], theirs["weights"])
+        assert is_equal(ours["buffers"], theirs["buffers"])
+    assert not is_equal(ranks[0]["plain"][0]["buffers"], ranks[1]["plain"][0]["buffers"]), "other batches"
+
+
+def test_ranks_with_different_numbers_of_batches_train_on_all_of_them(ranks: list[dict[str, Any]]) -> None:
+    uneven.check([rank["uneven"] for rank in ranks], uneven.reference(1))
+
+
+@pytest.mark.slow
+def test_windows_and_layers_that_add_their_gradients_are_exact(more_ranks: list[Any]) -> None:
+    """DDP averages the gradients of a step's last backward pass; in earlier ones a layer may add in place."""
+    for index, case in enumerate(WINDOWS):
+        assert_exact(*(rank["windows"][index] for rank in more_ranks), *case)
+    for rank in more_ranks:
+        assert rank["added"][0] > 9, "micro-batches in no_sync"
+        assert rank["added"][1] == 9, "the second batch of each step"
+
+
+@pytest.mark.slow
+def test_a_window_that_a_hook_ends_steps_on_all_ranks(more_ranks: list[Any]) -> None:
     """`on_train_batch_start` ends each epoch after three batches of eight samples: windows of two and one."""
-    one, other = (rank["ends"][case]["weights"] for rank in ranks)
-    assert is_equal(one, other)
     expected, (x, y) = language_model(True), token_rows(60)
     (optimizer,), (schedule,) = expected.configure_optimizers()
     for step in range(9):
@@ -234,67 +286,40 @@ def test_a_window_that_a_hook_ends_steps_on_all_ranks(ranks: list[dict[str, Any]
         nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
         optimizer.step()
         schedule["scheduler"].step()
-    assert_weights(one, expected.parameters())
+    for rank in more_ranks:
+        for run in rank["ends"]:
+            assert_weights(run["weights"], expected.parameters())
 
 
-def test_layers_that_add_their_gradients_leave_ddp_its_own(ranks: list[dict[str, Any]]) -> None:
-    """What DDP averages in the backward pass goes through autograd; what comes before it need not."""
-    for rank in ranks:
-        for ours, theirs in zip(rank["swapped"], rank["exact"][1:3], strict=True):
-            assert_weights(ours["weights"], theirs["weights"])
-            assert ours["ddp"] == theirs["ddp"]
-        assert rank["added"][0] > 9, "parts of batches, in no_sync"
-        assert rank["added"][1] == 9, "the second batch of each step"
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_in_the_update_leaves_no_trace(more_ranks: list[Any]) -> None:
+    assert_no_trace([rank["fault"] for rank in more_ranks], size=4)
 
 
-@pytest.mark.parametrize("case", range(len(FAULTS)))
-def test_a_rank_that_runs_out_of_memory_leaves_no_trace(ranks: list[dict[str, Any]], case: int) -> None:
-    results = [rank["faults"][case] for rank in ranks]
-    for result in results:
-        assert is_equal(result["ours"], result["reference"])
-    assert is_equal(results[0]["ours"]["weights"], results[1]["ours"]["weights"])
-    assert (
-        results[0]["ours"]["size"] == results[1]["ours"]["size"] == (4 if FAULTS[case][0] == "update" else 2)
-    )
-
-
-def test_find_agrees_on_what_fits_everywhere(ranks: list[dict[str, Any]]) -> None:
-    results = [rank["found"] for rank in ranks]
+@pytest.mark.slow
+def test_find_agrees_on_a_size_that_fits_on_every_rank(more_ranks: list[Any]) -> None:
+    results = [rank["found"] for rank in more_ranks]
     assert [result["ours"]["size"] for result in results] == [2, 2]
     assert results[0]["trials"] == results[1]["trials"]
     for result in results:
         assert is_equal(result["ours"], result["reference"])
 
 
-def test_batches_that_fit_train_as_under_plain_ddp(ranks: list[dict[str, Any]]) -> None:
-    """Buffers too: each step begins with the first rank's."""
-    for rank in ranks:
-        theirs, ours = rank["plain"]
-        assert is_equal(ours["weights"], theirs["weights"])
-        assert is_equal(ours["buffers"], theirs["buffers"])
-    assert not is_equal(ranks[0]["plain"][0]["buffers"], ranks[1]["plain"][0]["buffers"]), (
-        "each has its own batch"
-    )
-
-
-def test_unused_parameters_are_as_in_ddp(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+@pytest.mark.slow
+def test_unused_parameters_train_as_under_ddp(more_ranks: list[Any]) -> None:
+    for rank in more_ranks:
         theirs, ours = rank["unused"]
         assert is_equal(ours, theirs)
 
 
-def test_a_hand_written_loop_under_ddp_is_exact(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.slow
+def test_a_hand_written_loop_under_ddp_is_exact(more_ranks: list[Any]) -> None:
     expected = train_reference(True, 10, None, 5, 10)
-    for rank in ranks:
+    for rank in more_ranks:
         for weights in rank["own"]:
             assert_weights(weights, expected.parameters())
 
 
-def test_a_value_that_is_logged_by_step_and_averaged_over_ranks_is_rejected(
-    ranks: list[dict[str, Any]],
-) -> None:
-    assert all("self.log('loss', on_step=True, sync_dist=True)" in rank["rejected"] for rank in ranks)
-
-
-def test_ranks_with_different_numbers_of_batches_are_one_on_all(ranks: list[dict[str, Any]]) -> None:
-    uneven.check([rank["uneven"] for rank in ranks], uneven.reference(1))
+@pytest.mark.slow
+def test_a_value_logged_by_step_and_averaged_over_ranks_is_rejected(more_ranks: list[Any]) -> None:
+    assert all("self.log('loss', on_step=True, sync_dist=True)" in rank["rejected"] for rank in more_ranks)

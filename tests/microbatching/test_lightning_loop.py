@@ -1,4 +1,4 @@
-"""One optimizer step, exactly: against an independent loop in float64, SGD with momentum, 50 steps (T1)."""
+"""Exact optimizer steps, compared with an independent loop in float64: SGD with momentum, 50 steps (T1)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from tests.support.models import make_trainer
 from tests.support.ranks import is_equal
 
 CASES = [
-    # window, batches an epoch, weighted, clipping
-    (1, 13, True, None),
+    # window, batches per epoch, weighted, clipping
     (2, 13, True, 0.05),
     (4, 13, False, 0.05),
     (5, 3, True, None),
@@ -42,25 +41,20 @@ CASES = [
 def test_a_step_equals_the_step_on_the_whole_window(
     window: int, num_batches: int, weighted: bool, clip: float | None
 ) -> None:
-    """Faults that this kills: no division, mean of means, a cut window divided by its nominal length, ..."""
+    """Faults that this detects: no division, mean of means, a cut window divided by its nominal length."""
     model, num_steps = language_model(weighted), 50
-    accumulation = GradientAccumulation(global_batch_size=window * BATCH_SIZE)
-    callbacks = [accumulation] if window > 1 else []
-    keywords: dict[str, Any] = {"max_steps": num_steps, "gradient_clip_val": clip}
-    trainer = make_trainer(callbacks=callbacks, **keywords)
-    if window == 1:
-        lightning_loop.install(trainer)
+    callbacks = [GradientAccumulation(global_batch_size=window * BATCH_SIZE)]
+    trainer = make_trainer(callbacks=callbacks, max_steps=num_steps, gradient_clip_val=clip)
     trainer.fit(model, loader(num_batches))
-    assert trainer.global_step == num_steps
-    assert len(model.gradients) == num_steps
+    assert trainer.global_step == len(model.gradients) == num_steps
     expected = train_reference(weighted, window, clip, num_steps, num_batches)
     assert_same_training(model, expected, clip)
     schedule: Any = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.last_epoch == num_steps
 
 
-def test_lightnings_own_step_is_another_one() -> None:
-    """The control: what this is for. Windows of 4 over 13 batches, uneven weights."""
+def test_lightnings_own_accumulation_has_another_gradient() -> None:
+    """The negative control: windows of 4 over 13 batches, uneven weights."""
     model = language_model(True)
     make_trainer(max_steps=4, accumulate_grad_batches=4).fit(model, loader(13))
     expected = train_reference(True, 4, None, 4, 13)
@@ -68,32 +62,25 @@ def test_lightnings_own_step_is_another_one() -> None:
     assert relative > 0.02 or not torch.isfinite(relative)
 
 
-def test_full_windows_without_weights_are_to_the_bit_lightnings() -> None:
+def test_full_windows_without_weights_are_bit_identical_to_lightnings() -> None:
     ours, theirs = language_model(False), language_model(False)
     make_trainer(callbacks=[GradientAccumulation(global_batch_size=6)], max_steps=8).fit(ours, loader(12))
     make_trainer(accumulate_grad_batches=3, max_steps=8).fit(theirs, loader(12))
     assert is_equal([*ours.parameters()], [*theirs.parameters()])
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([-1.0] * 4, "at least 0"),
-        ([float("nan")] * 4, "at least 0"),
-        ([None, 1, None, 1], "none for others"),
-    ],
-)
-def test_weights_that_are_none_are_rejected(weights: list[Any], message: str) -> None:
+@pytest.mark.parametrize("weights", [[float("nan")] * 4, [None, 1, None, 1]])
+def test_invalid_weights_are_rejected(weights: list[Any]) -> None:
     class Wrong(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": self.loss(batch)[0], "loss_weight": weights[batch_idx]}
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="training_step returned"):
         make_trainer(callbacks=[GradientAccumulation(global_batch_size=4)]).fit(Wrong(False), loader(4))
 
 
 def assert_one_step_of(rows: list[int], model: LanguageModel, size: int, num_samples: int) -> None:
-    """Train a step of a window of that size, against these samples as one batch."""
+    """Compare a step of one window with a step on these samples as one batch."""
     x, y = token_rows(num_samples)
     callbacks = [GradientAccumulation(global_batch_size=size)]
     dataset = TensorDataset(x, y)
@@ -105,7 +92,7 @@ def assert_one_step_of(rows: list[int], model: LanguageModel, size: int, num_sam
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_micro_batch_that_is_left_out_does_not_count() -> None:
+def test_a_batch_without_a_loss_does_not_count() -> None:
     class LeavesOut(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx % 4 == 1 else self.loss(batch)[0]
@@ -114,13 +101,12 @@ def test_a_micro_batch_that_is_left_out_does_not_count() -> None:
     assert_one_step_of([0, 1, 4, 5, 6, 7], LeavesOut(False).double(), size=8, num_samples=8)
 
 
-def test_a_short_last_batch_counts_for_the_samples_that_it_has() -> None:
-    """Five samples in batches of two: the last one is not half of the window's second half."""
+def test_a_short_last_batch_counts_by_its_samples() -> None:
     assert_one_step_of([*range(5)], language_model(False), size=6, num_samples=5)
 
 
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")  # some CPUs compute float16
-def test_a_step_that_the_scaler_skips_advances_nothing() -> None:
+def test_a_step_that_the_scaler_skips_advances_neither_schedule_nor_global_step() -> None:
     class Overflows(LanguageModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss, weight = self.loss(batch)
@@ -142,39 +128,31 @@ def test_a_step_that_the_scaler_skips_advances_nothing() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_the_loop_is_installed_once_and_taken_out_again() -> None:
+def test_the_loop_is_installed_once_and_removed_but_replaces_no_other() -> None:
     trainer = make_trainer()
     before = trainer.fit_loop.epoch_loop.automatic_optimization
     first = lightning_loop.install(trainer)
     assert lightning_loop.install(trainer) is first
     lightning_loop.uninstall(trainer)
-    lightning_loop.uninstall(trainer)
     assert trainer.fit_loop.epoch_loop.automatic_optimization is before
     assert "_should_accumulate" not in trainer.fit_loop.epoch_loop.__dict__
-
-    class Theirs(type(before)):
-        pass
-
-    trainer.fit_loop.epoch_loop.automatic_optimization = Theirs(trainer)
-    with pytest.raises(ConfigError, match="Lightning's own loop"):
+    trainer.fit_loop.epoch_loop.automatic_optimization = type("Theirs", (type(before),), {})(trainer)
+    with pytest.raises(ConfigError):
         lightning_loop.install(trainer)
 
 
-def test_a_batch_that_weighs_nothing_has_a_gradient_of_zero_where_it_was_used() -> None:
+def test_a_micro_batch_of_weight_0_has_gradients_of_0() -> None:
     used, unused = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     window = Window(lambda: [used, unused])
     window.scale((used * 3.0).sum(), weight=0.0).backward()
-    assert used.grad is not None
-    assert float(used.grad) == 0.0
-    assert unused.grad is None, "as DDP expects that finds unused parameters"
-    window.scale(used.sum() / 0.0 * 0.0, weight=0.0).backward()  # not a number: both stand in for it
-    assert float(used.grad) == 0.0
-    assert unused.grad is not None
-    assert float(unused.grad) == 0.0
+    assert used.grad == 0.0
+    assert unused.grad is None, "as DDP expects if it finds unused parameters"
+    window.scale(used.sum() / 0.0 * 0.0, weight=0.0).backward()  # NaN, replaced by a sum over parameters
+    assert used.grad == unused.grad == 0.0
 
 
 class Batches:
-    """Six batches of token rows, some of them None; the length is right, too large or unknown."""
+    """Six batches of token rows, some of them None; its length is correct, too large or unknown."""
 
     def __init__(self, missing: tuple[int, ...], length: int | None) -> None:
         pairs = zip(*(rows.split(BATCH_SIZE) for rows in token_rows(6 * BATCH_SIZE)), strict=True)
@@ -211,12 +189,12 @@ def train_on(batches_of_steps: list[list[int]], num_epochs: int) -> LanguageMode
 
 
 ENDS = [
-    # missing batches, ends at, length, steps of an epoch
-    ((4, 5), -1, None, [[0, 1, 2], [3]]),
-    ((0, 1, 5), -1, 6, [[2, 3, 4]]),
-    (tuple(range(6)), -1, None, []),
-    ((2,), 4, 6, [[0, 1, 3]]),
-    ((4,), -1, 5, [[0, 1, 2], [3]]),  # `limit_train_batches`
+    # missing batches, ends at, length, batches of each step, split
+    ((4, 5), -1, None, [[0, 1, 2], [3]], "accumulation"),
+    ((0, 1, 5), -1, 6, [[2, 3, 4]], "micro-batches"),
+    (tuple(range(6)), -1, None, [], "accumulation"),
+    ((2,), 4, 6, [[0, 1, 3]], "Trainer's own"),
+    ((4,), -1, 5, [[0, 1, 2], [3]], "micro-batches"),  # `limit_train_batches`
 ]
 SPLITS: dict[str, Any] = {
     "accumulation": (lambda: [GradientAccumulation(num_batches=3)], {}),
@@ -227,8 +205,7 @@ SPLITS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None", "ignore:GradientAccumulation. a step is")
 @pytest.mark.filterwarnings("ignore:MicroBatch had no effect")
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("missing", "ends_at", "length", "steps"), ENDS)
+@pytest.mark.parametrize(("missing", "ends_at", "length", "steps", "split"), ENDS)
 def test_a_window_ends_where_the_epoch_ends(
     missing: tuple[int, ...], ends_at: int, length: int | None, steps: list[list[int]], split: str
 ) -> None:
@@ -285,11 +262,9 @@ def optimized(make: Any, num_batches: int, **keywords: Any) -> LanguageModel:
 
 
 @pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is")
-def test_an_optimizer_that_evaluates_again_steps_on_one_batch_alone() -> None:
-    expected = optimized(list, 1)
-    for make in (lambda: [MicroBatch(micro_batch_size=2)], lambda: [GradientAccumulation(num_batches=3)]):
-        ours = optimized(make, 1)
-        torch.testing.assert_close([*ours.parameters()], [*expected.parameters()], rtol=1e-9, atol=1e-11)
+def test_an_optimizer_that_evaluates_its_closure_again_needs_one_batch_per_step() -> None:
+    expected, ours = optimized(list, 1), optimized(lambda: [MicroBatch(micro_batch_size=2)], 1)
+    torch.testing.assert_close([*ours.parameters()], [*expected.parameters()], rtol=1e-9, atol=1e-11)
     for make, keywords in SPLITS.values():
         with pytest.raises(ConfigError) as caught:
             optimized(make, 3, **keywords)
@@ -310,28 +285,21 @@ class Normalized(pl.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:GradientAccumulation. a step is", "ignore:callbacks/micro_batch with")
-@pytest.mark.parametrize(
-    ("make", "window"),
-    [
-        (lambda: [GradientAccumulation(num_batches=4)], 4),
-        (lambda: [MicroBatch()], 1),
-    ],
-)
-def test_an_epoch_without_backward_passes_trains_as_lightnings(make: Any, window: int) -> None:
-    """Lightning's weight averaging ends with an epoch for the batch norms, whose only step is stale."""
-    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(0)).double()
+@pytest.mark.filterwarnings("ignore:MicroBatch had no effect")
+def test_an_epoch_without_backward_passes_trains_as_under_lightning() -> None:
+    """StochasticWeightAveraging ends with an epoch that only updates the batch norms."""
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double()
     models: list[pl.LightningModule] = []
-    for callbacks, accumulate in (([], window), (make(), 1)):
+    for callbacks, accumulate in (([], 4), ([GradientAccumulation(num_batches=4), MicroBatch()], 1)):
         averaging = pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)
         keywords: dict[str, Any] = {"max_steps": -1, "max_epochs": 3, "accumulate_grad_batches": accumulate}
         trainer = make_trainer(callbacks=[averaging, *callbacks], **keywords)
         models.append(Normalized())
-        trainer.fit(models[-1], DataLoader(TensorDataset(x[: 24 if window != 4 else 16]), batch_size=4))
+        trainer.fit(models[-1], DataLoader(TensorDataset(x), batch_size=4))
     assert is_equal(*(model.state_dict() for model in models))
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_outputs_have_the_loss_that_lightning_documents(split: str) -> None:
+def test_outputs_have_the_loss_that_lightning_documents() -> None:
     """The loss of `training_step` divided by `accumulate_grad_batches`."""
 
     class Outputs(pl.Callback):
@@ -342,7 +310,7 @@ def test_outputs_have_the_loss_that_lightning_documents(split: str) -> None:
             self.losses.append(float(outputs["loss"]))
 
     ours, expected = Outputs(), Outputs()
-    make, keywords = SPLITS[split]
-    make_trainer(callbacks=[*make(), ours], **keywords).fit(language_model(False), loader(8))
+    make, _ = SPLITS["micro-batches"]
+    make_trainer(callbacks=[*make(), ours]).fit(language_model(False), loader(8))
     make_trainer(callbacks=[expected], accumulate_grad_batches=3).fit(language_model(False), loader(8))
     assert ours.losses[:8] == pytest.approx(expected.losses[:8], rel=1e-12)

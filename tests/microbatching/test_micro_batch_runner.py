@@ -1,4 +1,4 @@
-"""What micro-batches log is what the full batch would log: by step, by epoch, by weight, and metrics."""
+"""Micro-batches log the values of the full batch: by step, by epoch, by weight, and metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Logs(pl.LightningModule):
-    """Logs the mean by weight and other statistics; `weighted` says what a batch weighs."""
+    """Logs a mean, weighted or not, and other statistics."""
 
     def __init__(self, *, weighted: bool) -> None:
         super().__init__()
@@ -61,7 +61,6 @@ class Logs(pl.LightningModule):
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize(("weighted", "size"), [(False, "auto"), (True, 5)])
 def test_logged_values_equal_those_of_the_full_batch(weighted: bool, size: Any) -> None:
-    """By step and by epoch, whose mean is by weight too."""
     micro_batch, seen = MicroBatch(micro_batch_size=size), []
     if size == "auto":
         micro_batch.load_state_dict({"micro_batch_size": 4})
@@ -75,7 +74,7 @@ def test_logged_values_equal_those_of_the_full_batch(weighted: bool, size: Any) 
 
 
 class Measures(pl.LightningModule):
-    """Logs metrics: by step and epoch those that are a mean over samples, by epoch any."""
+    """Logs metrics that are means over samples by step and epoch, and other metrics by epoch."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class Measures(pl.LightningModule):
         ([GradientAccumulation(global_batch_size=2 * BATCH), MicroBatch(micro_batch_size=5)], Fault()),
     ],
 )
-def test_a_metric_is_logged_of_the_full_batch(callbacks: list[Any], fault: Fault) -> None:
+def test_metrics_are_logged_as_for_the_full_batch(callbacks: list[Any], fault: Fault) -> None:
     expected, model = Measures(Fault()), Measures(fault)
     make_trainer(max_epochs=2, max_steps=-1).fit(expected, data())
     make_trainer(callbacks=callbacks, max_epochs=2, max_steps=-1).fit(model, data())
@@ -139,9 +138,9 @@ def test_a_metric_is_logged_of_the_full_batch(callbacks: list[Any], fault: Fault
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_outputs_are_merged_as_of_the_full_batch() -> None:
+def test_outputs_are_merged_into_those_of_the_full_batch() -> None:
     parts = [MicroBatchPart(None, 2), MicroBatchPart(None, 1)]
-    outputs: dict[str, tuple[Any, Any, Any]] = {  # of the first, of the second, of both
+    outputs: dict[str, tuple[Any, Any, Any]] = {  # first micro-batch, second, both
         "rows": (torch.ones(2, 3), torch.zeros(1, 3), torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3])),
         "n": (4.0, 1.0, 3.0),
         "loss_weight": (torch.tensor(3), torch.tensor(5), torch.tensor(8)),

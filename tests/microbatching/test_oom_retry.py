@@ -1,4 +1,4 @@
-"""Sizes of micro-batches: halving, searching, and what is kept of a failed attempt."""
+"""Messages of out-of-memory errors, and the search for the largest micro-batch size."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_every_back_ends_message_is_known(message: str) -> None:
+def test_out_of_memory_errors_of_every_backend_are_recognized(message: str) -> None:
     assert is_out_of_memory(RuntimeError(message))
-    assert not is_out_of_memory(ValueError(message)), "a message alone, of another kind, is none"
+    assert not is_out_of_memory(ValueError(message))
 
 
-def test_other_errors_are_not_taken_for_it() -> None:
+def test_other_errors_are_not_recognized_as_out_of_memory() -> None:
     for text in ("CUDA error: device-side assert triggered", "CUDNN_STATUS_NOT_INITIALIZED"):
         assert not is_out_of_memory(RuntimeError(text))
     triton = type("OutOfResources", (Exception,), {})
     assert not is_out_of_memory(triton("out of resource: shared memory, Required: 245760"))
 
 
-def test_find_is_exact_for_every_hidden_limit() -> None:
-    """All limits from 1 to 257, of batches of 257, 64, 5 and 1."""
+def test_the_search_is_exact_for_every_hidden_limit() -> None:
+    """All limits from 1 to 257, for batches of 257, 64, 5 and 1."""
     for most in (257, 64, 5, 1):
         for limit in range(1, 258):
             tried: list[int] = []

@@ -63,7 +63,7 @@ BATCHES: dict[str, Any] = {
 
 
 def numbers(value: Any) -> list[float]:
-    """Return what identifies the samples of a batch."""
+    """Return the numbers in a batch, which identify its samples."""
     if isinstance(value, (Tensor, np.ndarray)):
         return value.ravel().tolist()
     if dataclasses.is_dataclass(value):
@@ -75,7 +75,7 @@ def numbers(value: Any) -> list[float]:
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("size", [2, 9])
-def test_a_batch_is_cut_along_its_samples(name: str, size: int) -> None:
+def test_a_batch_is_split_along_its_samples(name: str, size: int) -> None:
     batch = BATCHES[name]
     total = 1 if name == "one sample" else B
     assert num_samples(batch) == total
@@ -83,18 +83,12 @@ def test_a_batch_is_cut_along_its_samples(name: str, size: int) -> None:
     assert [part.num_samples for part in parts] == [min(size, total - i) for i in range(0, total, size)]
     whole = numbers(batch)
     found = [numbers(part.batch) for part in parts]
-    shared = 1 if name == "one value for all" else 0  # what goes to every part
+    shared = 1 if name == "one value for all" else 0  # number of values that every part gets
     together = sorted(n for part in found for n in (part[:-shared] if shared else part))
     assert together == sorted(whole[:-shared] if shared else whole)
     for part in parts:
         assert type(part.batch) is type(batch)
         assert num_samples(part.batch) == part.num_samples or part.num_samples == 1
-
-
-def test_samples_stay_in_their_order_and_together() -> None:
-    parts = [part.batch for part in split({"x": x(2), "text": list("abcde")}, 2)]
-    assert [part["text"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
-    assert torch.cat([part["x"] for part in parts]).tolist() == x(2).tolist()
 
 
 @pytest.mark.parametrize(
@@ -104,14 +98,14 @@ def test_samples_stay_in_their_order_and_together() -> None:
         ({"tokens": torch.ones(1, 8, dtype=torch.long), "mask": torch.ones(8, 8)}, "batch.tokens has 1"),
         ({"x": torch.ones(4), "graph": object()}, "batch.graph has type object"),
         ({"scale": 1.0}, "no tensor and no list"),
-        # Fields of texts as DataLoader collates them, or rows; samples whose tensors happen to agree.
+        # Samples whose tensors happen to have the same length.
         ([(torch.full((3, 4), i), i) for i in range(B)], "batch.0.1"),
         (
             ([torch.ones(3, 4)] * B, [{"boxes": torch.ones(3, 4)}] * B),
             "batch.1.0.boxes",
         ),
         (torch.ones(0, 3), "no sample"),
-        # Of one sequence all fields have the same length.
+        # All fields of a single packed sequence have the same length.
         (pack_sequence([torch.ones(4)]), "PackedSequence"),
     ],
 )
@@ -122,26 +116,18 @@ def test_an_ambiguous_batch_is_rejected_with_its_paths(batch: Any, message: str)
     assert message in str(error.value)
 
 
-UNEVEN = [torch.ones(length) for length in (3, 2, 1, 4)]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(4, 4).to_sparse(),
-        torch.nested.nested_tensor(UNEVEN, layout=torch.jagged),
-    ],
-)
-def test_the_samples_of_nested_and_sparse_tensors_are_counted_and_not_cut(tensor: Any) -> None:
-    assert num_samples(tensor) == num_samples({"x": tensor, "y": torch.ones(4)}) == 4
-    assert split(tensor, 4)[0].batch is tensor
-    with pytest.raises(ConfigError, match="splitter=None"):
-        split(tensor, 2)
+def test_the_samples_of_nested_and_sparse_tensors_are_counted_but_not_split() -> None:
+    rows = [torch.ones(length) for length in (3, 2, 1, 4)]
+    for tensor in (torch.ones(4, 4).to_sparse(), torch.nested.nested_tensor(rows, layout=torch.jagged)):
+        assert num_samples(tensor) == num_samples({"x": tensor, "y": torch.ones(4)}) == 4
+        assert split(tensor, 4)[0].batch is tensor
+        with pytest.raises(ConfigError, match="splitter=None"):
+            split(tensor, 2)
 
 
 KEPT = torch.arange(3.0)
 SAME = torch.arange(10.0, 10.0 + B)
-"""As long as the batch; cut, it would be taken for samples without a word."""
+"""Has the batch's length: without `keep` it would be split as samples."""
 
 
 @pytest.mark.parametrize(
@@ -151,11 +137,10 @@ SAME = torch.arange(10.0, 10.0 + B)
         ((x(2), x(), KEPT), ["2"], lambda part: part[2]),
         ({"x": x(2), "aux": [x(), {"w": SAME}]}, ["aux.1.w"], lambda part: part["aux"][1]["w"]),
         (Pair(x(2), SAME), ["y"], lambda part: part.y),
-        (Encoding(x=x(2), weights=SAME), ["weights"], lambda part: part["weights"]),
         ([x(2), [KEPT, KEPT]], ["1.0", "1.1"], lambda part: part[1][0]),
     ],
 )
-def test_what_is_kept_is_whole_in_every_micro_batch(batch: Any, keep: list[str], found: Any) -> None:
+def test_kept_values_are_unsplit_in_every_micro_batch(batch: Any, keep: list[str], found: Any) -> None:
     assert num_samples(batch, keep) == B
     parts = split(batch, 2, keep=keep)
     assert [part.num_samples for part in parts] == [2, 2, 1]
@@ -174,13 +159,10 @@ def test_anything_can_be_kept_and_its_containers_are_new() -> None:
     assert parts[1].batch["extra"]["sizes"] == [1, 2]
 
 
-def test_a_name_that_the_batch_lacks_is_rejected_with_those_that_it_has() -> None:
+def test_missing_names_are_rejected_and_suggested_names_work() -> None:
     for batch, names in (({"x": x(2), "aux": {"w": SAME}}, "x, aux.w"), (x(2), "")):
         with pytest.raises(ConfigError, match=f"'wieghts': .*{names}"):
             split(batch, 2, keep=["wieghts"])
-
-
-def test_a_proposal_can_be_used_as_it_is_written() -> None:
     batch = [[x(), x()], [KEPT, x()]]
     with pytest.raises(ConfigError, match=r"try: MicroBatch\(keep=\['1.0'\]\)\n"):
         split(batch, 2)

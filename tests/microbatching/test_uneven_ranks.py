@@ -1,7 +1,7 @@
 """Two ranks (gloo) with different numbers of batches train on all of them, and count the same steps.
 
-One start of two processes for all cases; `main` runs in both of them, the tests read what they have saved.
-The basic case is in test_ddp.py too, which is quick.
+Two processes are started once for all cases. `main` runs in both, and the tests read its results. The basic
+case is also in test_ddp.py, where it is quick.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from tests.support.uneven import (
 )
 
 pytestmark = pytest.mark.slow
+RESUMED = (4, 6, 8)
+"""Steps to resume at: the second rank has its last batch in step 4, and an epoch has 8 steps."""
 
 
 class Single(Model):
-    """In float32, which ZeRO needs."""
+    """The model in float32, which ZeRO needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class Single(Model):
 
 
 class OutOfMemory(Model):
-    """Two samples do not fit once the second rank repeats its last batch."""
+    """Two samples do not fit while the second rank repeats its last batch."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         if self.trainer.global_rank == 1 and batch_idx >= 5 and len(batch["x"]) > 1:
@@ -57,7 +59,7 @@ class OutOfMemory(Model):
 
 
 class Logs(Model):
-    """Logs by step and by epoch over the ranks; its forward pass communicates, and draws random numbers."""
+    """Logs over the ranks by step and by epoch; its forward pass communicates and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +124,7 @@ def resumed(root: Path, kind: Any) -> dict[int, dict[str, Any]]:
     keywords: dict[str, Any] = {"kind": kind, "enable_checkpointing": True}
     one = GradientAccumulation(num_batches=1)
     runs = {0: fit(one, ExactResume(), save_in(folder), model=Logs(), **keywords)}
-    for step in (3, 4, 6, 8, 13):
+    for step in RESUMED:
         ckpt_path = folder / f"step={step}.ckpt"
         keywords["enable_checkpointing"] = False
         runs[step] = fit(one, ExactResume(), ckpt_path=ckpt_path, model=Logs(), **keywords)
@@ -174,8 +176,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         *(("retried", 3), ("fsdp2", 1)),
     ],
 )
-def test_equals_one_process_with_all_batches(ranks: Any, case: str, window: int) -> None:
+def test_two_ranks_equal_one_process_with_all_batches(ranks: Any, case: str, window: int) -> None:
     check([rank[case] for rank in ranks], reference(window))
+    assert [rank["stream"]["batches"] for rank in ranks] == [8 * EPOCHS] * 2
 
 
 def test_zero_trains_on_all_batches(ranks: Any) -> None:
@@ -184,21 +187,11 @@ def test_zero_trains_on_all_batches(ranks: Any) -> None:
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_weights_count_in_place_of_samples(ranks: Any) -> None:
+def test_weights_replace_samples_and_limits_apply_to_each_rank(ranks: Any) -> None:
+    """And the first rank may be the one with fewer batches."""
     check([rank["weighted"] for rank in ranks], reference(3, is_weighted=True))
-
-
-def test_the_first_rank_may_end_first(ranks: Any) -> None:
     check([rank["other"] for rank in ranks], reference(1, sizes=SIZES[::-1]))
-
-
-def test_all_ranks_count_the_same_batches(ranks: Any) -> None:
-    assert [rank["stream"]["batches"] for rank in ranks] == [8 * EPOCHS] * 2
-
-
-def test_limits(ranks: Any) -> None:
-    sizes = [SIZES[0][:6], SIZES[1]]
-    check([rank["limit"] for rank in ranks], reference(1, epochs=2, sizes=sizes))
+    check([rank["limit"] for rank in ranks], reference(1, epochs=2, sizes=[SIZES[0][:6], SIZES[1]]))
 
 
 def test_known_lengths_count_as_the_longest(ranks: Any) -> None:
@@ -209,30 +202,30 @@ def test_known_lengths_count_as_the_longest(ranks: Any) -> None:
         assert run["evaluated_at"] == [step for step in range(4, 25, 4) for _ in range(num_batches)]
 
 
-def test_ranks_evaluate_on_their_own_with_the_first_ranks_buffers(ranks: Any) -> None:
+def test_ranks_evaluate_different_numbers_of_batches_with_the_first_ranks_buffers(ranks: Any) -> None:
     first, second = (rank["normed"] for rank in ranks)
     assert [len(each["seen"]) for each in (first, second)] == [2, 4]  # the sanity check's included
     assert is_equal(first["buffers"], second["buffers"])
 
 
 @pytest.mark.parametrize("index", range(2))
-def test_resumes_where_a_rank_waits(ranks: Any, index: int) -> None:
+def test_a_run_resumes_in_the_middle_of_repeated_batches(ranks: Any, index: int) -> None:
     for rank in ranks:
         runs = rank["resumed"][index]
-        for step in (3, 4, 6, 8, 13):
+        for step in RESUMED:
             assert is_equal(runs[step]["weights"], runs[0]["weights"])
             num_whole = EPOCHS - 1 - step // 8  # epochs that begin after the save
             assert runs[step]["epochs"][-num_whole:] == runs[0]["epochs"][-num_whole:]
             assert runs[step]["epochs"] == ranks[0]["resumed"][index][step]["epochs"]
 
 
-def test_a_loss_over_all_ranks_does_not_count_ranks_by_samples(ranks: Any) -> None:
+def test_a_loss_over_the_samples_of_all_ranks_is_not_weighted_by_samples(ranks: Any) -> None:
     for rank in ranks:
         stream, known = rank["compares"]
         assert is_equal(stream, known)
 
 
-def test_what_a_repeated_batch_would_change_is_rejected_on_all_ranks(ranks: Any) -> None:
+def test_models_that_a_repeated_batch_would_change_are_rejected_on_all_ranks(ranks: Any) -> None:
     for rank in ranks:
         empty, compares, synchronized = rank["rejected"]
         assert empty.startswith("ConfigError: train_dataloader")

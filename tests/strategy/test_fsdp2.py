@@ -23,20 +23,11 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter, adapt
 from lightning_eff.checkpoint import sharded, stored_weights
 from lightning_eff.checkpoint_io.durable import Durable
-from lightning_eff.core import rules
 from lightning_eff.core.errors import CheckpointError, ConfigError
 from lightning_eff.report.model_weights import ModelWeights
 from lightning_eff.strategy.fsdp2 import FSDP2
 from tests.support.models import Deep, make_loader, make_trainer, seeded
 from tests.support.ranks import is_equal
-
-
-def test_durable_accepts_folders_but_does_not_write_them_in_its_thread() -> None:
-    late = Durable(asynchronous=True)
-    assert rules.check_rules([FSDP2(), late], {}) == []
-    assert rules.check_rules([FSDP2(checkpoints="sharded"), Durable()], {}) == []
-    (finding,) = rules.check_rules([FSDP2(checkpoints="sharded"), late], {})
-    assert finding.rule.verdict.value == "warned"
 
 
 class Watched(Deep):
@@ -63,7 +54,7 @@ class Watched(Deep):
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # as the command line sets it: strategies seed by it again
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # the command line sets it, and strategies seed with it again
     yield lambda **options: FSDP2(cpu_offload=True, **options)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -72,7 +63,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Any:
 def train(
     *callbacks: Any, strategy: Any = "auto", steps: int = 6, save: Path | None = None, **keywords: Any
 ) -> tuple[Watched, dict[str, Tensor]]:
-    """Train adapters of rank 2; return the model and its weights after the last step."""
+    """Train LoRA adapters; return the model and its weights after the last step."""
     ckpt_path, save_base = keywords.pop("ckpt_path", None), keywords.pop("save_base", False)
     adapter = PeftAdapter(options={"r": 2}, save_base=save_base)
     model = seeded(Watched)
@@ -100,7 +91,7 @@ def test_lora_with_the_base_on_the_host_trains_as_in_a_plain_run(name: str, on_h
     plain, expected = train(*callbacks(), save_base=True, **keywords)
     assert is_equal(state, expected)
     assert model.losses == plain.losses
-    assert not is_equal(expected, train(steps=1, save_base=True)[1]), "it was trained"
+    assert all(bool(value.any()) for key, value in expected.items() if "lora_B" in key), "trained"
     assert all(full == [index] for index, full in (*model.forwards, *model.backwards)), "one block at a time"
     assert {index for index, _ in model.backwards} == {0, 1, 2}
 
@@ -121,7 +112,7 @@ def test_checkpoints_with_the_base_on_the_host_equal_a_plain_runs(on_host: Any, 
         assert is_equal(state, expected), f"saved by {saved}, resumed by {resumed}"
 
 
-def test_the_bytes_of_host_and_device_are_planned(on_host: Any) -> None:
+def test_the_planned_bytes_of_host_and_device_are_exact(on_host: Any) -> None:
     strategy = on_host()
     model, _ = train(strategy=strategy)
     (optimizer,) = strategy.optimizers
@@ -135,12 +126,12 @@ def test_the_bytes_of_host_and_device_are_planned(on_host: Any) -> None:
     assert planned.host == held + trained + state
     assert planned.weights == planned.gradients == planned.optimizer == 0
     block_bytes = sum(p.nbytes for p in alike.blocks[0].parameters())
-    # Planned are two blocks: a copy to a GPU has its largest tensor twice.
+    # The plan counts two blocks: during a copy to a GPU, a tensor is there twice.
     assert {planned.gathered - block_bytes} == model.full_bytes
 
 
 @pytest.mark.parametrize("checkpoints", ["full", "sharded"])
-def test_no_checkpoint_has_shards_that_are_not_finite(checkpoints: str, on_host: Any, tmp_path: Path) -> None:
+def test_shards_that_are_not_finite_are_never_saved(checkpoints: str, on_host: Any, tmp_path: Path) -> None:
     model = seeded(Deep)
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1)
     step = model.training_step
@@ -159,7 +150,7 @@ def test_no_checkpoint_has_shards_that_are_not_finite(checkpoints: str, on_host:
 def test_a_folder_needs_no_plugin_and_each_file_is_verified_once(
     on_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And removing it leaves what else is in it, which TorchCheckpointIO would not."""
+    """Removing it leaves other files in the folder; TorchCheckpointIO would delete them."""
     path, seen = tmp_path / "a.ckpt", list[str]()
     first = make_trainer(strategy=on_host(checkpoints="sharded"), max_steps=2)
     first.fit(seeded(Deep), make_loader())
@@ -177,8 +168,8 @@ def test_a_folder_needs_no_plugin_and_each_file_is_verified_once(
     assert [file.name for file in path.iterdir()] == ["notes.txt"]
 
 
-def test_a_window_of_shards_that_a_hook_ends_is_rejected(on_host: Any) -> None:
-    """A backward pass without reduction leaves gradients that only another one would reduce."""
+def test_a_window_that_a_hook_ends_is_rejected_under_sharding(on_host: Any) -> None:
+    """Only another backward pass would reduce the gradients of the unfinished window."""
     model = seeded(Deep)
     model.on_train_batch_start = lambda _, index: -1 if index == 3 else None
     callbacks = [GradientAccumulation(num_batches=2)]

@@ -1,4 +1,4 @@
-"""Rows that a rank has and reads, on three ranks of a fake process group."""
+"""The rows that each of three ranks holds and reads, with a fake process group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_rows", [0, 2, 3, 7])
+@pytest.mark.parametrize("num_rows", [0, 2, 7])
 def test_local_rows_match_torch_and_only_they_are_read(rank: int, num_rows: int) -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     full = torch.arange(num_rows * 2.0).reshape(num_rows, 2)

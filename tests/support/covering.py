@@ -1,7 +1,7 @@
-"""Techniques together on several devices: a covering array of them, and the same in a loop of one device.
+"""Combinations of techniques on two ranks (a covering array), and the reference on one device.
 
-`ours` runs in each rank of test_strategies.py; `expected` is the loop, in float64, with no technique but the
-adapters, whose first values are drawn by the same generator.
+`ours` runs on each rank of test_strategies.py. `expected` is a loop in float64 without techniques except for
+adapters, whose initial values come from the same generator.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     precision: str
 
 
-# Every pair of two values of any two columns is in some row, as far as strategies have them.
+# Each pair of values of two columns is in some row, unless the strategy excludes it.
 COVERING = [
     Case("zero1", True, False, True, 2, True, 0.05, None, "32-true"),
     Case("zero1", False, True, False, 3, False, None, 3, "bf16-mixed"),
@@ -60,7 +60,7 @@ COVERING = [
 
 
 class Layer(nn.Module):
-    """A residual layer, so that there are blocks to recompute, to divide and to adapt."""
+    """A residual layer: a block to recompute, to shard and to adapt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 
 class Deep(LanguageModel):
-    """The speaker with two layers in the middle, a frozen one before them, and a table that is tied."""
+    """The language model with a frozen layer, two residual layers, and a tied embedding."""
 
     def __init__(self, weighted: bool) -> None:
         super().__init__(weighted)
@@ -97,7 +97,7 @@ class Deep(LanguageModel):
 
 
 class Draws(pl.Callback):
-    """Gives adapters first values that a loop can draw too, and that are not nothing."""
+    """Sets the initial values of adapters to nonzero values that the reference draws too."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         model_surgery.queue(trainer, pl_module, model_surgery.Stage.ADAPT, draw)
@@ -121,13 +121,13 @@ def built(weighted: bool) -> Deep:
 
 
 def ours(case: Case, strategy: Any) -> dict[str, Tensor]:
-    """Train a case in this rank; return the weights, put together."""
+    """Train a case on this rank; return the full weights."""
     model = built(case.weighted)
     model = model if case.precision == "64-true" else model.float()
     callbacks: list[Any] = [GradientAccumulation(global_batch_size=case.window * 2 * BATCH)]
     callbacks += [adapter(), Draws()] if case.lora else []
     callbacks += [GradientCheckpointing(blocks="Layer")] if case.recomputed else []
-    tiled_loss = TiledLoss(tile_budget_mib=1e-4)  # some rows each
+    tiled_loss = TiledLoss(tile_budget_mib=1e-4)  # tiles of a few rows
     callbacks += [TritonGemm(min_features=1), tiled_loss] if case.tiled else []
     callbacks += [MicroBatch(micro_batch_size=case.size)] if case.size else []
     plugins = [AutoPrecision(precision=case.precision)] if case.precision == "bf16-mixed" else []
@@ -144,7 +144,7 @@ def ours(case: Case, strategy: Any) -> dict[str, Tensor]:
 
 
 def expected(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train on each window as one batch, on one device, in float64; return the weights before and after."""
+    """Train on one device in float64, with each window as one batch; return initial and final weights."""
     model = built(case.weighted)
     if case.lora:
         model_surgery.apply(model, adapter().changes())

@@ -1,9 +1,8 @@
-"""A fake of Ray in this process: the variables of a worker, and what it reports."""
+"""A fake of Ray in this process: a worker's variables and reports."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,14 +23,13 @@ WORKER = {
 
 
 class FakeTrain(ModuleType):
-    """`ray.train` in a worker: keeps what is reported."""
+    """`ray.train` in a worker: keeps the reports."""
 
     CheckpointUploadMode = SimpleNamespace(NO_UPLOAD="no upload")
 
     def __init__(self) -> None:
         super().__init__("ray.train")
         self.reported: list[tuple[dict[str, Any], Any]] = []
-        self.get_checkpoint: Callable[[], Any] = lambda: None
         self.Checkpoint = lambda path: SimpleNamespace(path=path)
 
     def report(self, metrics: dict[str, Any], *, checkpoint: Any, checkpoint_upload_mode: str) -> None:
@@ -40,7 +38,7 @@ class FakeTrain(ModuleType):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, in_worker: bool = False) -> FakeTrain:
-    """Put the fake in Ray's place; with `in_worker` this process is rank 3 of 4."""
+    """Replace Ray by the fake; with `in_worker` this process is rank 3 of 4."""
     train = FakeTrain()
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     monkeypatch.setitem(sys.modules, "ray.train", train)

@@ -1,4 +1,4 @@
-"""End what a test has started, run programs in processes of their own, and kill a save at any step."""
+"""End the processes that a test has started, run programs in other processes, and kill a save at any step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose own parent dies, so that none escapes `children`."""
+    """Become the parent of processes whose parent ends, so that `children` finds all of them."""
     set_child_subreaper = 36
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
@@ -33,7 +33,7 @@ SHARED = ("resource_tracker", "forkserver", "compile_worker")
 
 
 def children() -> set[int]:
-    """Return the processes that this one started, or that came to it."""
+    """Return the processes that this process has started or adopted."""
     found: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended meanwhile
@@ -42,7 +42,7 @@ def children() -> set[int]:
 
 
 def command_of(process: int) -> str:
-    """Return what a process was started with; nothing of one that has ended, and of one that is shared."""
+    """Return the command line of a process; empty if it has ended, or is one of `SHARED`."""
     try:
         command = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
     except OSError:
@@ -51,7 +51,7 @@ def command_of(process: int) -> str:
 
 
 def end_children(before: set[int]) -> list[str]:
-    """Return the new processes that do not end by themselves, and end them."""
+    """Kill the new processes that do not end within 10 s; return their command lines."""
     left: dict[int, str] = {}
     for attempt in range(500):
         left = {process: command for process in children() - before if (command := command_of(process))}
@@ -61,7 +61,7 @@ def end_children(before: set[int]) -> list[str]:
             gc.collect()  # workers end with their loader
         time.sleep(0.02)
     found = list(left.values())
-    while left:  # what they had started comes to this process
+    while left:  # this process adopts the children of those that it kills
         for process in left:
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGKILL)
@@ -71,23 +71,23 @@ def end_children(before: set[int]) -> list[str]:
 
 
 def processes_with(mark: str, name: str = "") -> dict[int, str]:
-    """Return the commands of the processes with a text in their environment and a word in their command."""
+    """Return the command lines, with `name` in them, of processes with `mark` in their environment."""
     found: dict[int, str] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             words = (process / "cmdline").read_text().replace("\0", " ")
-            # What has ended and waits to be fetched has no command.
+            # A process that has ended, but was not waited for, has no command line.
             if words and name in words and mark.encode() in (process / "environ").read_bytes():
                 found[int(process.name)] = words
     return found
 
 
 STEPS = ("open", "write", "fchmod", "fsync", "close", "replace", "umask", "mkdir", "unlink", "rmdir")
-"""What a save asks of the system, by name in `os`; and `fcntl.flock`."""
+"""The functions of `os` that a save calls, in addition to `fcntl.flock`."""
 
 
 def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Act before whatever a save asks of the system."""
+    """Call `act` before each system call of a save."""
 
     def preceded(call: Callable[..., Any]) -> Callable[..., Any]:
         def step(*words: Any, **keywords: Any) -> Any:
@@ -101,7 +101,7 @@ def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> No
 
 
 def killed_at(number: int, do: Callable[[], object]) -> int:
-    """Run `do` in a fork that is killed right before its step of that number; return its exit code, or -9."""
+    """Run `do` in a fork that is killed before its n-th system call; return its exit code, or -9."""
     process = os.fork()
     if process == 0:
         code, count = 1, itertools.count(1)
@@ -119,7 +119,7 @@ def killed_at(number: int, do: Callable[[], object]) -> int:
 
 
 def in_interpreter(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where Triton's interpreter runs the kernels: it is chosen when they are imported."""
+    """Run Python in a new process with Triton's interpreter, which must be chosen before the imports."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", *words], cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,

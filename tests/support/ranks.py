@@ -1,4 +1,4 @@
-"""Start two ranks, and compare what they have saved."""
+"""Run a test module's `main` on two ranks, and compare results."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ rank = os.environ["LOCAL_RANK"] = "1" if (other := os.fork()) == 0 else "0"
 if (found := main({folder!r})) is not None:
     import torch
     torch.save(found, {folder!r} + "/rank" + rank + ".pt")
-if not other:  # what the parent had imported is not torn down in a fork: its threads are not there
+if not other:  # no teardown of imported modules in the fork, which lacks their threads
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
-"""The imports are done once for both: they take longer than what most of them do."""
+"""Forks after the imports, which take longer than most tests."""
 
 
 def run_alone(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def run_alone(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_two_ranks(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `main(folder)` of a module in two processes, as a launcher would that Lightning finds in place."""
+    """Run `main(folder)` of a module in two processes, with the variables of a launcher."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         environment = {
@@ -52,7 +52,7 @@ def run_two_ranks(module: str, folder: Path) -> subprocess.CompletedProcess[str]
 
 
 def results_of_two_ranks(module: str, folder: Path) -> list[Any]:
-    """Return what `main(folder)` of a module returns in each of two processes."""
+    """Return the results of a module's `main(folder)` on two ranks."""
     done = run_two_ranks(module, folder)
     files = [folder / f"rank{rank}.pt" for rank in range(2)]
     assert all(file.exists() for file in files), done.stderr[-4000:]

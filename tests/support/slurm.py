@@ -1,4 +1,4 @@
-"""Stand-ins of SLURM's commands, for a machine that has none of them."""
+"""Scripts in place of SLURM's commands, for machines without SLURM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ while len(codes) < number:
         [rank.kill() for rank in ranks]
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
-"""Starts the tasks of one machine, with the variables of SLURM."""
+"""Starts the tasks of one machine, with SLURM's variables."""
 
 
 def with_commands(folder: Path, **scripts: str) -> dict[str, str]:

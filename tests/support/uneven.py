@@ -1,4 +1,4 @@
-"""A model that two ranks train on different numbers of batches, and a plain loop on all of them."""
+"""A model that two ranks train on different numbers of batches, and a plain loop with all batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.models import make_trainer
 TWO_RANKS: dict[str, Any] = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
 EPOCHS = 3
 SIZES = [[2, 2, 2, 2, 2, 2, 2, 1], [3, 3, 3, 2]]
-"""Samples of each batch, of each rank."""
+"""Number of samples in each batch, by rank."""
 Batch = dict[str, Tensor]
 
 
@@ -32,7 +32,7 @@ class Stream(IterableDataset[Batch]):
 
 
 class Model(pl.LightningModule):
-    """A regression in float64, whose mean is over samples or, if weighted, over some of the targets."""
+    """A regression in float64; its loss is a mean over samples or, if weighted, over some targets."""
 
     def __init__(self, *, is_weighted: bool = False) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def batches_of(rank: int, sizes: Sequence[Sequence[int]] = SIZES) -> list[Batch]
 
 
 class Stated(Stream):
-    """Says a length that is not every rank's."""
+    """Reports rank 0's length on all ranks."""
 
     def __len__(self) -> int:
         return 8
@@ -111,7 +111,7 @@ def fit(
 
 
 def reference(window: int, *, is_weighted: bool = False, epochs: int = EPOCHS, sizes: Any = SIZES) -> Any:
-    """Train in a plain loop on the same batches: a step has each rank's of one window, in one mean."""
+    """Train in a plain loop; the batch of a step has the samples of all ranks and of one window."""
     model = Model(is_weighted=is_weighted)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.8)

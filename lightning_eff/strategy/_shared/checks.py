@@ -1,7 +1,7 @@
-"""Reject models and optimizers that cannot be sharded, by name, before anything is built.
+"""Reject models and optimizers that cannot be sharded, before anything is built; the error names the tensor.
 
-Both strategies call these checks. Without them the libraries would fail somewhere inside, or silently train
-something else.
+Both strategies call these checks. Without them, the libraries would fail with unclear errors, or silently
+train something else.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ZERO = "strategy/deepspeed_zero"
 WRAPPED = "_orig_mod"
 """Attribute of torch._dynamo.eval_frame.OptimizedModule (torch 2.13), torch.compile's wrapper."""
 _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
-"""Dtypes that lose digits or the imaginary part in DeepSpeed's float32 partitions."""
+"""Dtypes whose digits or imaginary part DeepSpeed's float32 partitions would lose."""
 
 
 def conflict(strategy: str, problem: str, *remedies: str | Remedy) -> ConflictError:
-    """Return a strategy's error with its remedies."""
+    """Return a strategy's error, with a line per remedy."""
     return ConflictError("\n".join([f"{strategy}: {problem}", *(f"  try: {remedy}" for remedy in remedies)]))
 
 
@@ -63,11 +63,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Reject weights tied across blocks.
-
-    `fully_shard` makes one group per block, and one for all parameters outside of blocks. Each group is
-    gathered separately.
-    """
+    """Reject weights tied across blocks: `fully_shard` gathers each block, and the rest, separately."""
     # Blocks by position; `len(blocks)` stands for everything outside of blocks.
     group_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     first_use: dict[int, tuple[int, str]] = {}
@@ -86,7 +82,7 @@ def check_optimizer(
     model: nn.Module,
     remedy: str = "take parameters in configure_optimizers: self.parameters(), self.layer.weight",
 ) -> None:
-    """Reject an optimizer with parameters from before sharding: it would train none of the shards."""
+    """Reject an optimizer that holds the parameters from before sharding: it would train no shard."""
     known = {id(parameter) for parameter in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

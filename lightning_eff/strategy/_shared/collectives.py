@@ -1,13 +1,14 @@
 """Collectives for both sharding strategies: broadcast initial values, and compare the order of modules.
 
-ZeRO and FSDP2 gather weights and reduce gradients in the order in which modules run. Collectives of different
-ranks are paired by that order alone. If one rank skips a module (a route, a dropped layer), the gradient of
-one layer is silently added to another layer's. `RankDivergenceCheck` detects that: every forward pass of a
-module changes one number per rank, and ranks compare their numbers once per step. The comparison has its own
-process group, which wrong pairing does not disturb. It is asynchronous: a result is read after the next step.
+ZeRO and FSDP2 gather weights and reduce gradients in the order in which modules run. The backend pairs the
+collectives of different ranks by this order alone. If one rank skips a module (a route, a dropped layer), the
+gradient of one layer is silently added to another layer's.
 
-Costs of the check: a hook for each module with parameters, and 16 bytes per step. A model with compiled
-modules is not checked, since the hooks would be compiled too.
+`RankDivergenceCheck` detects this. Each rank has a number, which every forward pass of a module changes.
+Ranks compare their numbers once per step, in a separate process group that wrong pairing does not affect. The
+comparison is asynchronous: its result is read after the next step. It costs a hook for each module with
+parameters, and 16 bytes per step. A model with compiled modules is not checked, since the hooks would be
+compiled too.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _MAX_HASH = 2**62 - 1
 def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Set every rank's tensors to rank 0's values, in place, as DDP does: seeds may differ between ranks.
 
-    `fully_shard` shards whatever values each rank has; DeepSpeed broadcasts parameters, but not buffers.
-    Sharded tensors and tensors on `meta` are skipped; `device` is the process group backend's.
+    `fully_shard` does not broadcast, and DeepSpeed broadcasts parameters but not buffers. Sharded tensors and
+    tensors on `meta` are skipped. `device` is the device of the process group's backend.
     """
     for target in tensors:
         if target.is_meta or is_sharded(target) or not target.numel():
@@ -51,7 +52,7 @@ class RankDivergenceCheck:
         strategy: Name of the strategy, for the error.
         module: The model as it will be trained.
         gathers: Whether weights are sharded. If so, frozen modules and passes without gradients count too.
-        ordered: False if only the set of modules per step matters, not their order and number.
+        ordered: Whether the order and number of passes matter; if not, only the set of modules per step does.
     """
 
     def __init__(self, strategy: str, module: nn.Module, *, gathers: bool, ordered: bool = True) -> None:
@@ -68,7 +69,7 @@ class RankDivergenceCheck:
 
             def note(ran: nn.Module, _: Any, index: int = index) -> None:  # a deep copy shares a closure
                 if ran.training and (gathers or torch.is_grad_enabled()):
-                    # A hash of the sequence, or one bit per module: then only the set of modules counts.
+                    # A hash of the sequence of modules, or one bit per module.
                     self._seen = hash((self._seen, index)) if ordered else self._seen | 1 << index
 
             if any(gathers or parameter.requires_grad for parameter in parameters):
@@ -76,7 +77,7 @@ class RankDivergenceCheck:
         self._group = dist.new_group(backend="gloo")  # all ranks
 
     def compare(self) -> None:
-        """Read the previous step's comparison, as `read` does, and start this step's."""
+        """Start the comparison of this step, after `read` has checked the previous step's."""
         if self._group is None:
             return
         self.read()
@@ -87,7 +88,7 @@ class RankDivergenceCheck:
         self._seen = 0
 
     def read(self) -> None:
-        """Wait for the pending comparison, if any; raise a ConflictError if ranks differed."""
+        """Wait for the pending comparison, if any; raise a ConflictError if the ranks differ."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -121,7 +122,7 @@ class RankDivergenceCheck:
 
 
 def _gathered_together(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yield modules with their own parameters; a module marked LEAF with all parameters inside it."""
+    """Yield each module with its own parameters; a module marked LEAF comes with all parameters inside it."""
     is_leaf = getattr(module, LEAF, False)
     yield module, list(module.parameters(recurse=is_leaf))
     for child in () if is_leaf else module.children():

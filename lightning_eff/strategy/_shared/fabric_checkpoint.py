@@ -1,9 +1,9 @@
 """`fabric.save` and `fabric.load` of a sharded model, in the layout of a single device.
 
-FSDP2Fabric and ZeroFabric take these functions as their methods. Modules and optimizers in the state are
-saved with unsharded tensors (checkpoint/full_state.py), even inside lists and dictionaries. With the
-Trainer's names, `{"state_dict": model, "optimizer_states": [optimizer]}`, a loop reads the Trainer's
-checkpoints, and the Trainer reads the loop's.
+These functions are methods of FSDP2Fabric and ZeroFabric. Modules and optimizers in the state are saved with
+full tensors (checkpoint/full_state.py), even inside lists and dictionaries. If the state has the Trainer's
+names, `{"state_dict": model, "optimizer_states": [optimizer]}`, the loop can load the Trainer's checkpoints,
+and the Trainer can load the loop's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _set_checkpoint_io(self: Any, io: CheckpointIO) -> None:
 
 
 checkpoint_io = property(_checkpoint_io, _set_checkpoint_io)
-"""Fabric's plugin, or one that writes a file in one step."""
+"""Fabric's plugin, or an `AtomicFiles` if there is none."""
 
 
 def save_checkpoint(
@@ -61,7 +61,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(self: Any, content: dict[str, Any], path: str, storage_options: Any | None) -> None:
-    """Let rank 0 write a checkpoint of full tensors; if it cannot, all ranks raise its error."""
+    """Write a checkpoint of full tensors on rank 0; if it fails, all ranks raise its error."""
     with Ranks(self.root_device).all_or_none():
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
@@ -79,7 +79,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: The checkpoint is damaged, lacks an entry of `state`, or does not fit.
     """
-    # Ranks may have different paths, for example with a time in them: rank 0's is read everywhere.
+    # Paths may differ between ranks, for example with a time in them: all ranks read rank 0's.
     path = self.broadcast(str(path))
     checkpoint = self.read_checkpoint(path, weights_only=weights_only)
     if isinstance(state, nn.Module | Optimizer):
@@ -101,20 +101,20 @@ def load_checkpoint(
 
 
 def read_checkpoint(self: Any, path: str, *, weights_only: bool | None) -> dict[str, Any]:
-    """Return a checkpoint, which all ranks read; if one rank cannot, all raise its error."""
+    """Read a checkpoint on all ranks; if one rank fails, all raise its error."""
     with Ranks(self.root_device).all_or_none():
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
 
 def _is_live(value: Any) -> bool:
-    """Return whether a value, or anything inside it, has a state to load."""
+    """Return whether a value, or an item inside it, has a state to load."""
     if type(value) in (list, dict):
         return any(map(_is_live, value.values() if isinstance(value, dict) else value))
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _plain(self: Any, value: Any) -> Any:
-    """Return a value as it is saved; a collective of all ranks if it is sharded."""
+    """Return the state of a value, with full tensors; all ranks must call it."""
     if isinstance(value, nn.Module):
         return self.get_module_state_dict(value)
     if isinstance(value, Optimizer):

@@ -1,4 +1,4 @@
-"""Models that are rejected by name before sharding, in one process."""
+"""Models that are rejected before sharding, in one process; the error names the parameter."""
 
 from __future__ import annotations
 

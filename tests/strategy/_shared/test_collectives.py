@@ -1,4 +1,4 @@
-"""RankDivergenceCheck and all-or-none steps, on one rank; two ranks are in tests/test_strategies.py."""
+"""RankDivergenceCheck on one rank; two ranks are in tests/test_strategies.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step(model: Any, order: tuple[int, ...] = (0, 1, 2)) -> None:
 
 
 def compared(pairs: Any, one: tuple[int, ...], other: tuple[int, ...]) -> None:
-    """Step two ranks and compare them, as after their next step."""
+    """Step two ranks, and read the comparison as they do after their next step."""
     for (model, check), order in zip(pairs, (one, other), strict=True):
         step(model, order)
         check.compare()
@@ -59,7 +59,7 @@ def compared(pairs: Any, one: tuple[int, ...], other: tuple[int, ...]) -> None:
 
 
 def test_ranks_must_run_the_same_modules_in_one_order(ranks: Any) -> None:
-    """Unordered only the set of modules counts."""
+    """With `ordered=False`, only the set of modules counts."""
     pairs = ranks()
     for order in ((0, 1, 2), (2, 0), ()):
         compared(pairs, order, order)
