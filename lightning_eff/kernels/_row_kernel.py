@@ -157,8 +157,8 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
                 tanh = x / (cooling * softcap)
                 g *= 1.0 - tanh * tanh
             g *= cooling
-            # Without it, a fast warp would overwrite logits of this or an earlier block that another has yet
-            # to read.
+            # Wait for all warps: a fast one would overwrite logits, of this or an earlier block, that another
+            # warp has yet to read.
             tl.debug_barrier()
             tl.store(gradient + c, g.to(gradient.dtype.element_ty), mask=c < pitch)
 

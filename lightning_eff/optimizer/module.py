@@ -96,6 +96,7 @@ class ModuleOptimizer(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning may create the loaders before it reads the checkpoint.
         dataloaders.restore_loader_state(trainer)
         self._first_rates = [_rates(optimizer) for optimizer in self._optimizers]
 

@@ -93,7 +93,7 @@ class Muon(WrapperOptimizer):
         self.optimizers = optimizers  # from now on, `add_param_group` passes groups on
         for inner in self.optimizers:
             self.state.update(inner.state)
-            inner.state = self.state  # one dict for all, so that a loaded state reaches every inner optimizer
+            inner.state = self.state  # one dict for all, so that every inner optimizer gets a loaded state
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,6 +112,7 @@ class Muon(WrapperOptimizer):
         for inner, groups in ((self.optimizers[0], hidden), (self.optimizers[-1], others)):
             for group in groups:
                 inner.add_param_group(group)
+                # The same dict, so that a schedule changes the learning rate of both.
                 self.param_groups.append(inner.param_groups[-1])
 
     @override

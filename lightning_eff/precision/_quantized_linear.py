@@ -86,7 +86,9 @@ class Linear4bit(modules.Linear4bit):
         # bitsandbytes packs shape, block size and quantization type into one tensor.
         packed = next((name for name in own if name.startswith("quant_state.")), "")
         saved, here = unpack_tensor_to_dict(scales[packed]), unpack_tensor_to_dict(own[packed])
-        different = [key for key in here if key not in ("nested_offset", "dtype") and saved.get(key) != here[key]]
+        # The offset belongs to the scales, and the dtype was the weight's before it was quantized.
+        ignored = ("nested_offset", "dtype")
+        different = [key for key in here if key not in ignored and saved.get(key) != here[key]]
         # The tables map codes to values.
         tables = [name for name in ("quant_map", "nested_quant_map") if name in own]
         different += [key for key in tables if not torch.equal(scales[key].to(own[key].device), own[key])]

@@ -166,14 +166,12 @@ def test_the_next_process_reads_the_file_and_keeps_what_others_have_written(gpu:
     "change",
     [
         lambda old: old[: len(old) // 2],
-        lambda _: b"\xff\xfe\x00",
         lambda _: b"[]",
-        lambda old: json.dumps(json.loads(old) | {"choices": {"64 x 64 x 64 nt, bfloat16": [1]}}).encode(),
         lambda old: old.replace(str(torch.__version__).encode(), b"2.0"),
         lambda old: old.replace(LIBRARY.encode(), b"tma 999x999"),
         lambda old: old.replace(LIBRARY.encode(), b"tma 128x128, 3 stages, 8 warps, adding"),
     ],
-    ids=["cut", "binary", "list", "row", "version", "unknown config", "does not fit"],
+    ids=["cut", "list", "version", "unknown config", "does not fit"],
 )
 def test_a_damaged_or_foreign_file_is_measured_again(gpu: FakeGPU, change: Any) -> None:
     gemm(*matrices())
