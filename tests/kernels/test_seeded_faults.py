@@ -63,9 +63,8 @@ FAULTS |= {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_the_text_of_a_fault_occurs_once(name: str) -> None:
-    assert occurs_once(*FAULTS[name][:2])
+def test_the_text_of_each_fault_occurs_once() -> None:
+    assert [name for name, (file, there, _) in FAULTS.items() if not occurs_once(file, there)] == []
 
 
 @pytest.mark.slow
