@@ -96,8 +96,8 @@ PARAMETERS = [
     ("torch.cuda.memory:_record_memory_history", "enabled"),
     ("torch.cuda.memory:_dump_snapshot", "filename"),
 ]
-# module:attribute, and the names that it must have. Only names that are replaced, or whose absence is handled:
-# a missing name that is called raises an error with the name anyway.
+# module:attribute, and the names that it must have: only names that we replace, or that may be missing. Any
+# other missing name is named by the error where it is used.
 NAMES = {
     "omegaconf:_utils": "get_yaml_loader",
     "hydra._internal.core_plugins.file_config_source:FileConfigSource": "load_config _get_header_dict",

@@ -48,10 +48,10 @@ class CudaProjection(Projection):
             assert room[-1].isnan().all(), "written beyond the last row"
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float16 logits")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float16", "float16 logits")]
 
 
-@pytest.fixture(params=["bfloat16", "float16", *SLOW])
+@pytest.fixture(params=["bfloat16", *SLOW])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Use the kernel, with several blocks per row; return the dtype of the products."""
     monkeypatch.setattr(_row_kernel, "runs_on", lambda logits: logits.dtype != torch.float64)
@@ -142,8 +142,8 @@ def test_a_target_that_is_no_class_makes_the_loss_nan(monkeypatch: pytest.Monkey
 def test_a_loss_near_zero_keeps_its_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel subtracts the target's logit from the largest one; both must be equal to the last bit."""
     monkeypatch.setattr(_row_kernel, "runs_on", lambda _: True)
-    target, scaling = torch.arange(CLASSES), {"softcap": 20.0, "temperature": 0.7}
-    x = 12.0 * torch.eye(CLASSES) + torch.rand(CLASSES, CLASSES)
+    target, scaling = torch.arange(8), {"softcap": 20.0, "temperature": 0.7}
+    x = 12.0 * torch.eye(CLASSES)[:8] + torch.rand(8, CLASSES)
     exact = -whole_logits.logprobs(x.double(), torch.eye(CLASSES).double(), target, **scaling)
     plain = -whole_logits.logprobs(x, torch.eye(CLASSES), target, **scaling)
     found = linear_cross_entropy(x, torch.eye(CLASSES), target, **scaling, reduction="none")

@@ -83,7 +83,7 @@ def gradients(y: Tensor, x: Tensor, model: nn.Module) -> list[Tensor | None]:
 def test_generated_layers_in_tiles_match_torch() -> None:
     """T1; a halo that is one pixel short, or padding inside the image, is an error of 1e-1."""
     configurations, found = Configurations(seed=0), Counter[str]()
-    while found["compared"] < 220:
+    while found["compared"] < 200:
         model, x = configurations.chain()
         try:
             expected = model(x)
@@ -214,11 +214,11 @@ def test_code_after_the_tiles_does_not_reuse_their_casts_of_weights() -> None:
 
 
 def test_16_bit_gradients_of_tiles_are_added_in_float32() -> None:
-    """T3; the sum of 1,024 gradients in bfloat16 would lose most of its value."""
-    layers = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), nn.Identity()).bfloat16()
-    x = torch.ones(1, 1, 64, 64, dtype=torch.bfloat16)
-    (grad,) = torch.autograd.grad(tiled(layers, x, tiles=32).sum(), list(layers.parameters()))
-    assert float(grad) == 64 * 64
+    """A sum of 512 gradients of 2 in bfloat16 would end at 512."""
+    layers = nn.Sequential(nn.Conv1d(1, 1, 1, bias=False), nn.Identity()).bfloat16()
+    x = torch.ones(1, 1, 1024, dtype=torch.bfloat16)
+    (grad,) = torch.autograd.grad(tiled(layers, x, tiles=512).sum(), list(layers.parameters()))
+    assert float(grad) == 1024
 
 
 def test_batch_norm_in_tiles_of_one_pixel_has_the_gradients_of_the_image() -> None:

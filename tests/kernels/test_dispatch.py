@@ -122,9 +122,7 @@ def test_measuring_changes_no_operand_and_adds_a_sum_once(gpu: FakeGPU) -> None:
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_an_mlp_epilogue_is_measured_against_the_passes_it_replaces(
-    gpu: FakeGPU, gradient: bool
-) -> None:
+def test_an_mlp_epilogue_is_measured_against_the_passes_it_replaces(gpu: FakeGPU, gradient: bool) -> None:
     a, b = matrices()
     given = Operands(a=a, b=b, out_dtype=BF16, batch=(), activation="silu", gradient=gradient)
     given.gate = torch.randn(64, 64).to(BF16)

@@ -219,8 +219,8 @@ class Problem:
     def error(self, result: Tensor, *, rounds_twice: bool = False) -> float:
         """Return the largest error over the bound; infinite if the result is not finite.
 
-        The bound of each element is `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|`, with u = 2^-23 and
-        a reference in float64. It allows any order of a float32 sum and one rounding to the result's dtype,
+        The bound of each element is `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|`, with a reference
+        in float64 and u = 2^-23. It allows any order of a float32 sum and one rounding to the result's dtype,
         but no lost term. `rounds_twice` allows one more rounding: torch's library rounds in split-K
         reductions, and before and after an activation. An epilogue multiplies the first term by its slope.
         An MLP's other matrices are compared in the same way.

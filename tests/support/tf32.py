@@ -1,4 +1,4 @@
-"""PyTorch's old and new switches of TF32. Once they are mixed they stay mixed, so each case runs in a fork."""
+"""PyTorch's old and new switches of TF32. Mixed ones stay mixed, so each case runs in its own process."""
 
 from __future__ import annotations
 
