@@ -1,4 +1,4 @@
-"""Techniques on a GPU against a CPU: the tests that `pytest -m gpu` runs first on a machine that has one."""
+"""Techniques on a GPU compared with a CPU; `pytest -m gpu` runs these tests on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = [
 ]
 TOKENS, WIDTH, VOCABULARY, SAMPLES, STEPS = 64, 32, 1000, 4, 3
 TOLERANCE = 1e-4
-"""Of losses, relative: float32 products in another order, without TF32."""
+"""Relative, of losses: float32 products are summed in another order, without TF32."""
 
 
 class Language(GPT):
@@ -57,7 +57,7 @@ class Language(GPT):
 def losses(
     folder: Path, *techniques: Any, accelerator: str = "gpu", images: bool = False, **settings: Any
 ) -> Any:
-    """Return the losses of a short training; every technique must have an effect."""
+    """Return the losses of a short training."""
     torch.manual_seed(0)
     if images:
         net: Any = UNet(channels=4, num_levels=2)
@@ -92,14 +92,16 @@ TECHNIQUES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_a_technique_on_a_gpu_trains_as_plain_training_on_a_cpu(name: str, tmp_path: Path) -> None:
+def test_a_technique_on_a_gpu_matches_plain_training_on_a_cpu(name: str, tmp_path: Path) -> None:
     expected = losses(tmp_path / "cpu", accelerator="cpu")
     found = losses(tmp_path / "gpu", TECHNIQUES[name]())
     assert len(found) == STEPS
     assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_a_product_is_chosen_for_by_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_of_a_product_is_chosen_by_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     dispatch.forget()
     a, b = (torch.randn(3072, 3072, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -120,10 +122,10 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("num_classes", [5008, 5003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_tiled_loss_on_a_gpu_equals_whole_logits(
+def test_the_tiled_loss_on_a_gpu_matches_full_logits(
     dtype: torch.dtype, num_classes: int, options: dict[str, Any]
 ) -> None:
-    """Its kernel and products with float32 results and sums; 50 times, since a race is not every time."""
+    """Its kernel, and products that keep float32 sums; 50 times, because a race shows only sometimes."""
     x, weight = torch.randn(300, 64), torch.randn(num_classes, 64).requires_grad_()
     target = torch.randint(0, num_classes, (300,))
     exact = weight.detach().to(dtype).double().requires_grad_()
@@ -143,20 +145,20 @@ def test_the_tiled_loss_on_a_gpu_equals_whole_logits(
 
 
 @pytest.mark.parametrize("technique", [ChannelsLast, lambda: TiledConv(min_pixels=1, tile_budget_mib=0.1)])
-def test_convolutions_on_a_gpu_train_as_on_a_cpu(technique: Callable[[], Any], tmp_path: Path) -> None:
+def test_convolutions_on_a_gpu_match_a_cpu(technique: Callable[[], Any], tmp_path: Path) -> None:
     expected = losses(tmp_path / "cpu", accelerator="cpu", images=True)
     found = losses(tmp_path / "gpu", technique(), images=True)
     assert found == pytest.approx(expected, rel=1e-3)  # cuDNN may choose TF32
 
 
 @pytest.mark.parametrize("optimizer", [InBackward, CpuOffload])
-def test_optimizers_on_a_gpu_step_as_adamw_does_on_a_cpu(optimizer: Any, tmp_path: Path) -> None:
+def test_optimizers_on_a_gpu_match_adamw_on_a_cpu(optimizer: Any, tmp_path: Path) -> None:
     adamw = OptimizerChoice(optimizer=partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1))
     expected = losses(tmp_path / "cpu", adamw, accelerator="cpu")
     found = losses(tmp_path / "gpu", OptimizerChoice(optimizer=partial(optimizer, lr=1e-3)))
     assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_bf16_on_a_gpu_stays_near_float32(tmp_path: Path) -> None:
+def test_bf16_on_a_gpu_is_close_to_float32(tmp_path: Path) -> None:
     expected = losses(tmp_path / "cpu", accelerator="cpu")
     assert losses(tmp_path / "gpu", precision="bf16-mixed") == pytest.approx(expected, rel=2e-2)

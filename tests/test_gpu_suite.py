@@ -1,4 +1,4 @@
-"""benchmarks/gpu: the bound of a correct product, and results that are not lost."""
+"""benchmarks/gpu: the error bound of a correct product, and results that survive a failing case."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 @pytest.mark.parametrize(
     ("dtype", "kind"), [(torch.float32, "plain"), (torch.bfloat16, "adds"), (torch.bfloat16, "fused")]
 )
-def test_the_bound_lets_a_rounded_result_pass_and_sees_one_lost_term(dtype: torch.dtype, kind: Any) -> None:
+def test_the_bound_accepts_a_rounded_result_and_rejects_one_lost_term(dtype: torch.dtype, kind: Any) -> None:
     problem = Problem.draw(Case(M=40, N=24, K=64, dtype=dtype, kind=kind), CPU)
     given = problem.operands
 
@@ -54,7 +54,7 @@ def raises(error: BaseException) -> dict[str, Any]:
     raise error
 
 
-def test_a_case_that_fails_loses_only_itself_and_one_that_ends_the_process_is_resumed_after(
+def test_a_failing_case_loses_only_its_result_and_the_suite_resumes_after_one_that_ends_the_process(
     script: Any, tmp_path: Path
 ) -> None:
     suite, path, end = script("_suite"), tmp_path / "some.json", time.monotonic() + 1e6
@@ -87,7 +87,7 @@ def test_a_case_that_fails_loses_only_itself_and_one_that_ends_the_process_is_re
 
 
 @pytest.mark.slow
-def test_a_day_runs_the_wanted_parts_and_ends_with_the_claims(tmp_path: Path) -> None:
+def test_day_sh_runs_the_requested_parts_and_writes_the_summary(tmp_path: Path) -> None:
     environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable, "SMOKE": "1"}
     for _ in range(2):
         command = ["bash", str(GPU_SCRIPTS / "day.sh"), "400", "ceilings", "gemm"]
@@ -100,10 +100,10 @@ def test_a_day_runs_the_wanted_parts_and_ends_with_the_claims(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
-def test_kernels_are_compiled_ahead_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+def test_kernels_are_compiled_ahead_for_a_gpu_that_is_not_present(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(GPU_SCRIPTS / "compile.py"), "--target", "sm_90", "--smoke"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     number, _, rest = done.stdout.splitlines()[-1].partition(" ")
     assert rest == "kernels for sm_90, 0 with a fault"
-    assert len(list(tmp_path.glob("*/*.cubin"))) > int(number), "split K sums in a second kernel"
+    assert len(list(tmp_path.glob("*/*.cubin"))) > int(number), "split K has a second kernel"

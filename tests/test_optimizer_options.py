@@ -1,4 +1,4 @@
-"""Every option of conf/optimizer: equal to its library's own bare loop, saved, resumed, measured."""
+"""Every option of conf/optimizer: bit-equal to a plain loop with its library, resumed, and measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:OptimState\\w+ does not implement _stable_hash_for_caching",
 )
 WIDTH = 128
-"""Then a block's matrix has more than 4096 values, from which on the 8-bit optimizers quantize."""
+"""A block's matrix has more than 4096 values, so that 8-bit optimizers quantize its state."""
 OVERRIDES = {
     "muon": ["optimizer.rest=[second.*]"],
     "schedule_free": ["optimizer.warmup_steps=2"],
@@ -35,7 +35,7 @@ OVERRIDES = {
 }
 COMPILED = ("adamw_8bit", "adamw_4bit", "adamw_fp8")
 LISTED = [entry.name.partition("/")[2] for entry in catalog.options() if entry.name.startswith("optimizer/")]
-NAMES = [name for name in LISTED if name != "module"]  # no library's optimizer: it keeps the module's own
+NAMES = [name for name in LISTED if name != "module"]  # `module` keeps the module's own optimizer
 BYTES_PER_PARAMETER = {
     "adamw": (8.0, 8.01),
     "adamw_bf16": (4.0, 4.0),
@@ -66,7 +66,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def library_optimizers(name: str, model: Deep) -> list[Any]:
-    """Build what the option names as its library's documentation does, without a line of ours."""
+    """Build the optimizer as its library's documentation does, without lightning_eff."""
     node = {k: v for k, v in option(name).items() if not k.startswith("_") and k != "rest"}
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -89,7 +89,7 @@ def schedule(optimizer: Any) -> WarmupDecay:
 
 
 def bare_loop(name: str, model: Deep) -> tuple[list[float], list[Any]]:
-    """Train two epochs as the library's documentation does it."""
+    """Train two epochs as the library's documentation does."""
     optimizers, losses = library_optimizers(name, model), list[float]()
     schedules = [schedule(optimizer) for optimizer in optimizers]
     averaging = [optimizer for optimizer in optimizers if hasattr(optimizer, "eval")]
@@ -105,7 +105,7 @@ def bare_loop(name: str, model: Deep) -> tuple[list[float], list[Any]]:
             for each in schedules:
                 each.step()
             losses.append(float(loss.detach()))
-        for optimizer in averaging:  # for the checkpoint, and at the end
+        for optimizer in averaging:  # a checkpoint holds the averaged weights
             optimizer.eval()
     return losses, optimizers
 
@@ -127,7 +127,7 @@ def fit(name: str, model: Deep, folder: Path, ckpt_path: Path | None = None) -> 
 
 
 def laid_open(value: Any) -> Any:
-    """Return a state without a library's own classes: quantized tensors as what they hold."""
+    """Return a state as plain tensors: the inner tensors of a library's quantized ones."""
     if isinstance(value, dict):
         return {key: laid_open(item) for key, item in value.items() if key != "projection_type"}
     if hasattr(type(value), "__tensor_flatten__"):
@@ -135,8 +135,8 @@ def laid_open(value: Any) -> Any:
     return value
 
 
-def test_it_trains_like_the_librarys_own_loop_and_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
-    """With a schedule, whose rates must come back too, and a file of tensors and plain values."""
+def test_an_option_is_bit_equal_to_its_librarys_loop_and_resumes(name: str, tmp_path: Path) -> None:
+    """Also with a schedule, and from a checkpoint that `weights_only=True` can read."""
     ours, theirs, resumed = (seeded(kind, width=WIDTH, dropout=0.0) for kind in (Saving, Deep, Deep))
     choice, trainer = fit(name, ours, tmp_path)
     losses, optimizers = bare_loop(name, theirs)
@@ -144,7 +144,7 @@ def test_it_trains_like_the_librarys_own_loop_and_resumes_to_the_bit(name: str, 
     assert is_equal([*ours.parameters()], [*theirs.parameters()])
     held = choice.outcome().numbers["state_bytes"]
     assert sum(held.values()) == sum(sum(state_bytes(optimizer).values()) for optimizer in optimizers)
-    assert choice.outcome().effective is (name != "cpu_offload"), "here the state is on the CPU anyway"
+    assert choice.outcome().effective is (name != "cpu_offload"), "the model is on the CPU"
     if name in BYTES_PER_PARAMETER:
         matrices = [layer.linear.weight for layer in ours.blocks]
         picked = torch.optim.SGD(matrices)

@@ -1,4 +1,4 @@
-"""Upstream names without a promise that the suite leans on: when one changes, this says which."""
+"""Private upstream names that the package uses: if one changes, these tests name it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AUTOMATIC = f"{LOOPS}.optimization.automatic:_AutomaticOptimization"
 DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
 FABRICS_DEEPSPEED = "lightning.fabric.strategies:DeepSpeedStrategy"
 FABRICS_FSDP2 = "lightning.fabric.strategies:ModelParallelStrategy"
-# module:attribute, and what its source has
+# module:attribute, and a text that its source must contain
 SOURCES = [
     ("hydra._internal.core_plugins.basic_sweeper:BasicSweeper.split_arguments", "itertools.product"),
     ("lightning.pytorch.plugins.precision:Precision._after_closure", "on_before_optimizer_step"),
@@ -50,7 +50,7 @@ SOURCES = [
     ("torch._utils:_take_tensors", "size_limit"),
     ("lightning.pytorch.strategies:DDPStrategy.setup", "_layer_sync"),
     ("torch.utils.data:dataloader", "random_(generator=loader.generator)"),
-    ("torch.nn:Module._apply", "Couldn't swap"),  # the reason for ours
+    ("torch.nn:Module._apply", "Couldn't swap"),  # why we replace it
     (DEEPSPEED, "_setup_model_and_optimizer"),
     (DEEPSPEED, "_init_optimizers"),
     (DEEPSPEED, "_init_deepspeed_distributed"),
@@ -96,8 +96,8 @@ PARAMETERS = [
     ("torch.cuda.memory:_record_memory_history", "enabled"),
     ("torch.cuda.memory:_dump_snapshot", "filename"),
 ]
-# module:attribute, and what it has. Here is what is replaced, or not used where it is missing; where another
-# name is gone, whatever uses it fails with that name.
+# module:attribute, and the names that it must have: only names that we replace, or that may be missing. Any
+# other missing name is named by the error where it is used.
 NAMES = {
     "omegaconf:_utils": "get_yaml_loader",
     "hydra._internal.core_plugins.file_config_source:FileConfigSource": "load_config _get_header_dict",
@@ -109,7 +109,7 @@ NAMES = {
     "torch._dynamo.callback:callback_handler": "start_callbacks end_callbacks",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
 }
-# Read from its files: importing DeepSpeed settles on an accelerator for the whole process.
+# Read as text, because importing DeepSpeed chooses an accelerator for the whole process.
 DEEPSPEED_FILES = {
     "runtime/zero/stage_1_and_2.py": (
         "self.bit16_groups =", "self.single_partition_of_fp32_groups =", "external_loss_scale",
@@ -140,7 +140,7 @@ def found(place: str) -> Any:
     return value
 
 
-def test_upstream_has_what_is_called_replaced_and_read() -> None:
+def test_upstream_has_the_private_names_that_are_called_replaced_and_read() -> None:
     for place, text in SOURCES:
         assert text in inspect.getsource(found(place)), place
     for place, names in PARAMETERS:
@@ -156,7 +156,7 @@ def test_upstream_has_what_is_called_replaced_and_read() -> None:
         assert [text for text in texts if text not in source] == [], file
 
 
-def test_objects_keep_what_is_looked_at() -> None:
+def test_upstream_objects_have_the_private_attributes_that_are_read() -> None:
     from lightning.pytorch.core.optimizer import _configure_optimizers
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
     from torch._dynamo.callback import CallbackArgs
@@ -192,7 +192,7 @@ def test_objects_keep_what_is_looked_at() -> None:
     assert module._compiled_call_impl is not None
 
 
-def test_fake_tensors_have_what_a_prediction_needs() -> None:
+def test_fake_tensors_have_the_private_attributes_that_a_prediction_reads() -> None:
     from bitsandbytes import functional
     from bitsandbytes.backends import utils
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -211,10 +211,10 @@ def test_fake_tensors_have_what_a_prediction_needs() -> None:
 
 
 FOUNDATIONS = ("torch.utils._pytree:", "torch.utils._python_dispatch:TorchDispatchMode", "torch._subclasses.")
-"""What other libraries build on as if it were public."""
+"""Private names that many libraries use as if they were public."""
 
 
-def test_private_names_of_torch_are_never_imported_with_a_module() -> None:
+def test_no_module_imports_a_private_name_of_torch_when_it_is_imported() -> None:
     found: list[str] = []
     for file in sorted((ROOT / "lightning_eff").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -243,7 +243,7 @@ print(len(places))
 
 
 @pytest.mark.slow
-def test_a_torch_without_its_private_names_loses_features_and_not_the_package() -> None:
+def test_the_package_can_be_imported_without_torchs_private_names() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", TAKE_AWAY], check=True, cwd=ROOT)
     with pytest.raises(EnvironmentLacksError, match=r"no torch.nn.gone, without which LoRA cannot work"):
         torch_private("torch.nn:gone", "LoRA")

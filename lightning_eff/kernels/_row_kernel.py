@@ -131,7 +131,8 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
     log_total, inverse, entropy = tl.log(total), 1.0 / total, 0.0
     tl.store(top + row, largest)
     tl.store(p_top + row, inverse)
-    tl.store(at_target + row, tl.sum(l_t, 0))
+    # A target that is no class has no logit: its loss is NaN, not that of a logit of 0.
+    tl.store(at_target + row, tl.where((t >= 0) & (t < V), tl.sum(l_t, 0), float("nan")))
     if SUMS == "entropy":
         entropy = log_total + tl.sum(u * e + d * e_distance, 0) * inverse
         tl.store(sums + row, entropy)
@@ -156,8 +157,8 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
                 tanh = x / (cooling * softcap)
                 g *= 1.0 - tanh * tanh
             g *= cooling
-            # Without it, a fast warp would overwrite logits of this or an earlier block that another has yet
-            # to read.
+            # Wait for all warps: a fast one would overwrite logits, of this or an earlier block, that another
+            # warp has yet to read.
             tl.debug_barrier()
             tl.store(gradient + c, g.to(gradient.dtype.element_ty), mask=c < pitch)
 

@@ -51,7 +51,7 @@ class Choices:
 
     def __init__(self, device: torch.device) -> None:
         gpu: Any = torch.cuda.get_device_properties(device)
-        # A ratio measured with other kernels says nothing about these.
+        # Choices of other kernels or configs do not apply.
         kernels = hashlib.sha256(repr(CONFIGS).encode())
         for source in SOURCES:
             kernels.update(_code(Path(__file__).with_name(source)).encode())
@@ -93,7 +93,7 @@ class Choices:
         try:
             with suppress(FileNotFoundError):
                 self.adopt(self.path.read_bytes())
-            self.known[str(shape)] = choice
+            self.known[str(shape)] = choice  # after `adopt`, so that it replaces an older choice
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:

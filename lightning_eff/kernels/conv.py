@@ -133,8 +133,8 @@ def apply(grid: Grid, x: Float[Tensor, "b c *space"]) -> Float[Tensor, "b o *out
 class _Save(torch.autograd.Function):
     """Saves tensors for the backward pass of `_Tiled`; its own result has no elements.
 
-    A surrounding checkpoint thus sees all saved tensors before any tile runs, so its recomputation of a block
-    that ends here stops before the tiles.
+    A surrounding checkpoint recomputes its block until all saved tensors exist. Here they exist before the
+    first tile, so a block that ends with these layers is recomputed without their tiles.
     """
 
     @staticmethod

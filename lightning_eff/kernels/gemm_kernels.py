@@ -206,7 +206,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
         b_tiles = tl.make_tensor_descriptor(b, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N])
     else:
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
-    # Values do not change: the compiler sees multiples, so it reads C, gate and up in vectors.
+    # The values do not change, but the compiler sees multiples, and reads C, gate and up in vectors.
     ALIGNED: tl.constexpr = 128 // d.dtype.element_ty.primitive_bitwidth
     N, stride_cm = N // ALIGNED * ALIGNED, stride_cm // ALIGNED * ALIGNED
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)

@@ -44,7 +44,8 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
     if batch:  # torch.baddbmm has one batch axis
         a, b = (matrix.expand(*batch, *matrix.shape[-2:]).flatten(0, -3) for matrix in (a, b))
         addend = addend.flatten(0, -3) if addend is not None and addend.ndim > 1 else addend
-    direct = _written_to(operands, out) if out_dtype == wide and operands.activation is None else None
+    # torch writes to `out` itself if that has the product's dtype and at most one batch axis.
+    direct = out if out_dtype == wide and operands.activation is None and len(batch) < 2 else None
     if direct is not None:
         options["out"] = direct
     if addend is None and operands.alpha == 1.0:
@@ -57,22 +58,12 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
         result = multiply(addend, a, b, beta=beta, alpha=operands.alpha, **options)
     if c is not None and bias is not None:
         result = result.add_(bias)
-    if direct is not None and out is not None:
-        return out
+    if direct is not None:
+        return direct
     if operands.activation is not None:
         result = ACTIVATIONS[operands.activation](result)
     result = result.view(operands.size).to(out_dtype)
     return result if out is None else out.copy_(result)
-
-
-def _written_to(operands: Operands, out: Tensor | None) -> Tensor | None:
-    """Return `out` with one batch axis for the library to write to; None if no single stride describes it."""
-    if out is None or len(operands.batch) < 2:
-        return out
-    try:
-        return out.view(-1, operands.M, operands.N)
-    except RuntimeError:
-        return None
 
 
 def mlp_by_library(operands: Operands, *, stores_pre: bool) -> list[Tensor]:

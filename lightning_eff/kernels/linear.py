@@ -12,9 +12,9 @@ While an `Accumulation` is open, the GEMM adds the weight's gradient to `weight.
 no second gradient of the weight's size is allocated. In the first micro-batch of a step there is no
 `weight.grad`, and the layer's gradient becomes it (beta = 0).
 
-Only the code that runs the backward passes can open one. This gradient bypasses autograd, so a hook on the
-parameter, DDP's reducer or `torch.autograd.grad` would miss it. A layer therefore adds in place only if none
-of them is present.
+Only the code that runs the backward passes can open an `Accumulation`. A gradient that is added this way
+bypasses autograd, so a hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss it. A layer
+therefore adds in place only if none of them is present.
 
 The layer falls back to `F.linear` where that is as fast or supports more: without accumulation on a CPU and
 for small products, under `torch.compile`, in forward-mode derivatives, for complex numbers and integers.
@@ -40,9 +40,9 @@ from lightning_eff.kernels.operands import DTYPES, Operands
 
 @dataclass(eq=False)
 class Accumulation:
-    """Controls when layers may add gradients in place, and counts how often they did.
+    """Allows layers to add gradients in place inside its `with` block, and counts how often they did.
 
-    They may inside its `with` block, around a backward pass that DDP does not wait for.
+    The block surrounds a backward pass without DDP's reduction of gradients.
 
     Args:
         is_expected: Whether a step may have several backward passes; if not, layers do not prepare for it.

@@ -73,7 +73,7 @@ def measure(
     reset()
     expected = [_some_rows(result) for result in library()]
     if not all(bool(rows.isfinite().all() & rows.any()) for rows in expected):
-        return None  # for example the first gradients in float16
+        return None  # a wrong config could also return 0, infinity or NaN, like float16's first gradients
     runs: dict[str, Callable[[], object]] = {LIBRARY: library}
     for config in configs:
         reset()

@@ -146,31 +146,9 @@ def check_operands(
 
     Raises:
         ValueError: Shapes or devices do not fit, or the activation is unknown.
+        RuntimeError: A shape cannot be broadcast; torch's own error.
         TypeError: The kernels do not support a dtype, or two dtypes differ.
     """
-    batch = _check_product(a, b, out_dtype)
-    check_activation(activation)
-    for name, tensor in {"b": b, "c": c, "bias": bias}.items():
-        if tensor is not None and tensor.device != a.device:
-            raise ValueError(f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device")
-    M, N = a.shape[-2], b.shape[-1]
-    if not alpha:  # as in BLAS: A and B are not read, and may hold NaN
-        a, b = a[..., :0], b[..., :0, :]
-    bias = _expanded("bias", bias, (N,))
-    return Operands(
-        a=a, b=b, c=_expanded("c", c, (*batch, M, N)), bias=bias.contiguous() if bias is not None else None,
-        alpha=alpha, beta=beta, activation=activation, batch=batch, out_dtype=out_dtype or a.dtype,
-    )  # fmt: skip
-
-
-def check_activation(activation: str | None) -> None:
-    """Raise a ValueError for an unknown activation."""
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None")
-
-
-def _check_product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> tuple[int, ...]:
-    """Check the shapes of A and B and the dtypes, and return the batch axes."""
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ValueError(
             f"gemm of a {list(a.shape)} and b {list(b.shape)}: expected [*batch, M, K] and [*batch, K, N]"
@@ -180,25 +158,23 @@ def _check_product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> tuple
         raise TypeError(f"gemm of a {a.dtype} and b {b.dtype}: expected one dtype for both, of {names}")
     if out_dtype not in (None, *DTYPES):
         raise TypeError(f"out_dtype={out_dtype}: expected {names}, or None")
-    try:
-        return batch_of(a, b)
-    except RuntimeError:
-        raise ValueError(
-            f"gemm of a {list(a.shape)} and b {list(b.shape)}: their batch axes cannot be broadcast"
-        ) from None
-
-
-def _expanded(name: str, tensor: Tensor | None, size: tuple[int, ...]) -> Tensor | None:
-    if tensor is None:
-        return None
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name} is {tensor.dtype}: expected a floating-point dtype")
-    try:
-        return tensor if tensor.shape == size else tensor.expand(size)
-    except RuntimeError:
-        raise ValueError(
-            f"{name} is {list(tensor.shape)}: expected {list(size)}, or what broadcasts to it"
-        ) from None
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None")
+    for name, tensor in {"b": b, "c": c, "bias": bias}.items():
+        if tensor is not None and tensor.device != a.device:
+            raise ValueError(f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device")
+    batch, N = batch_of(a, b), b.shape[-1]
+    size = (*batch, a.shape[-2], N)
+    if c is not None and c.shape != size:  # otherwise C stays the same object, which may be `out`
+        c = c.expand(size)
+    if bias is not None:
+        bias = bias.expand(N).contiguous()  # the kernels assume a stride of 1
+    if not alpha:  # as in BLAS: A and B are not read, and may hold NaN
+        a, b = a[..., :0], b[..., :0, :]
+    return Operands(
+        a=a, b=b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, batch=batch,
+        out_dtype=out_dtype or a.dtype,
+    )  # fmt: skip
 
 
 def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:

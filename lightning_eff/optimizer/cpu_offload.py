@@ -127,12 +127,14 @@ class CpuOffload(PerParameter):
         return loss
 
     def _fetch(self, parameter: Tensor) -> torch.Event | None:
-        """Start copying value and gradient to the host; return the event of arrival, None if they are there.
+        """Start copying value and gradient to the host; return the event of their arrival.
 
-        The value is copied in every step, because other code may change the parameter without a trace.
+        None means that they have arrived. The value is copied in every step, because other code may change
+        the parameter through `.data`, which leaves no trace.
         """
         copy, gradient = self.copies[parameter], parameter.grad
-        if gradient is None or gradient.layout != torch.strided:  # a sparse gradient has no buffer to reuse
+        # A sparse gradient has another number of rows in each step, so its memory is not reused.
+        if gradient is None or gradient.layout != torch.strided:
             copy.copy_(parameter.detach())
             copy.grad = None if gradient is None else gradient.to(HOST)
             return None
@@ -153,6 +155,7 @@ class CpuOffload(PerParameter):
     @override
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
+        # A checkpoint holds plain dicts, since `weights_only=True` rejects other classes.
         saved["state"] = {index: dict(state) for index, state in saved["state"].items()}
         return saved
 

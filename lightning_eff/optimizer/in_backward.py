@@ -1,8 +1,8 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-So the gradients of a model never exist all at once: at most one layer's do. Schedulers and checkpoints
-see one optimizer, inside which each parameter has its own. A checkpoint has the layout of the inner optimizer
-over the same groups, and each of the two loads the other's checkpoint.
+So the gradients of only one layer exist at a time. Schedulers and checkpoints see one optimizer, inside which
+each parameter has its own. A checkpoint has the layout of the inner optimizer over the same groups, so the
+inner optimizer alone can load it too, and the other way round.
 
 Saves: gradients: only one layer's exist at a time.
 Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm, only by
@@ -107,8 +107,8 @@ class InBackward(PerParameter):
         self._stepped: set[Tensor] = set()
         self._is_paused = False
         super().__init__(params, optimizer, lr=lr, weight_decay=weight_decay)
-        # Not __del__: Lightning 2.6's wrapper is an instance of a derived class with this same stack, and is
-        # deleted before the optimizer.
+        # Not __del__: Lightning 2.6's wrapper derives from this class, shares this stack, and is deleted
+        # before the optimizer.
         weakref.finalize(self, self._hooks.close)
 
     def close(self) -> None:
@@ -179,6 +179,7 @@ class InBackward(PerParameter):
                 " from a layer that is used twice under reentrant checkpointing (use_reentrant=False works)"
             )
         self._stepped.add(parameter)
+        # Hooks come first: they read the gradient before it is clipped and freed.
         for hook in list(self._gradient_hooks.values()):
             hook(parameter, gradient)
         if self.max_parameter_norm is not None:
@@ -191,7 +192,7 @@ class InBackward(PerParameter):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, whose backward pass steps; then use remaining gradients too."""
         if closure is not None:
-            self._freed_bytes = 0
+            self._freed_bytes = 0  # counted per step
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         # Parameters without a hook, or with gradients set by hand.

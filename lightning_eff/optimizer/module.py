@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
@@ -53,7 +52,6 @@ class ModuleOptimizer(Managed):
         self._is_manual = False
         self._nothing = ""
         """Why nothing is trained."""
-        self._first_rates: list[list[float]] = []
 
     def facts(self) -> Facts:
         """Return what Lightning does not do in manual optimization."""
@@ -96,16 +94,14 @@ class ModuleOptimizer(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning may create the loaders before it reads the checkpoint.
         dataloaders.restore_loader_state(trainer)
-        self._first_rates = [_rates(optimizer) for optimizer in self._optimizers]
 
     def outcome(self) -> Outcome:
         """Report optimizers and schedules, their number of tensors, and the bytes of their state."""
         if not self._optimizers:
             return Outcome(did=self._nothing or "not built yet", effective=False)
-        firsts = self._first_rates or [_rates(optimizer) for optimizer in self._optimizers]
-        pairs = zip(self._optimizers, firsts, strict=True)
-        texts = [_text(optimizer, first) for optimizer, first in pairs]
+        texts = [_text(optimizer) for optimizer in self._optimizers]
         texts += [f"schedules {', '.join(self._schedules)}"] if self._schedules else []
         if self._is_manual:
             texts.append("the module steps them itself, and each step counts as one optimizer step")
@@ -130,24 +126,12 @@ def _groups(optimizer: Any) -> Sequence[dict[str, Any]]:
     return getattr(optimizer, "whole_groups", optimizer.param_groups)
 
 
-def _rates(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-
-
-def _text(optimizer: Any, first: Sequence[float]) -> str:
-    """Return one optimizer's class, tensors, bytes and learning rate."""
+def _text(optimizer: Any) -> str:
+    """Return one optimizer's class, its number of tensors, and the bytes of its state."""
     groups = _groups(optimizer)
     num_tensors = sum(len(group["params"]) for group in groups)
     num_parameters = sum(full_shape(p).numel() for group in groups for p in group["params"])
     held = state_bytes(optimizer)
     where = ", ".join(f"{human_bytes(size)} on {device}" for device, size in held.items()) or "none"
     per_parameter = f", {sum(held.values()) / num_parameters:.2f} bytes per parameter" if held else ""
-    text = f"{_kind(optimizer).__name__} over {num_tensors} tensors; state {where}{per_parameter}"
-    last = _rates(optimizer)
-    if not last:
-        return text
-    changed = bool(first) and list(first) != last
-    rate = (
-        f"{max(first):.3g} at the start, {max(last):.3g} for the next step" if changed else f"{max(last):.3g}"
-    )
-    return f"{text}; lr {rate}"
+    return f"{_kind(optimizer).__name__} over {num_tensors} tensors; state {where}{per_parameter}"

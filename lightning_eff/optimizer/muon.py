@@ -93,7 +93,7 @@ class Muon(WrapperOptimizer):
         self.optimizers = optimizers  # from now on, `add_param_group` passes groups on
         for inner in self.optimizers:
             self.state.update(inner.state)
-            inner.state = self.state  # one dict for all, so that a loaded state reaches every inner optimizer
+            inner.state = self.state  # one dict for all, so that every inner optimizer gets a loaded state
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,6 +112,7 @@ class Muon(WrapperOptimizer):
         for inner, groups in ((self.optimizers[0], hidden), (self.optimizers[-1], others)):
             for group in groups:
                 inner.add_param_group(group)
+                # The same dict, so that a schedule changes the learning rate of both.
                 self.param_groups.append(inner.param_groups[-1])
 
     @override
@@ -150,15 +151,12 @@ def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str,
 
     Embeddings and output layers, which are matrices too, do not count: AdamW steps them on purpose.
     """
-    taken = [p for group in hidden for p in group["params"]]
-    left = [p for group in others for p in group["params"] if p.dim() > 2 and p.requires_grad]
-    num_taken, num_left = (sum(p.numel() for p in parameters) for parameters in (taken, left))
-    if num_left > num_taken:
-        matrices = "1 hidden matrix" if len(taken) == 1 else f"{len(taken)} hidden matrices"
-        tensors = "1 tensor" if len(left) == 1 else f"{len(left)} tensors"
+    taken = sum(p.numel() for group in hidden for p in group["params"])
+    left = sum(p.numel() for group in others for p in group["params"] if p.dim() > 2 and p.requires_grad)
+    if left > taken:
         text = (
-            f"Muon steps only {matrices} with {num_taken / (num_taken + num_left):.1%} of the weights of "
-            f"layers: AdamW steps {tensors} of three or more axes, such as convolutions"
+            f"Muon steps only {taken / (taken + left):.1%} of the weights of layers: AdamW steps tensors of "
+            "three or more axes, such as convolutions"
         )
         warnings.warn(LittleReachedWarning(f"{text}\n  try: {TO_ADAMW}"), stacklevel=3)
 

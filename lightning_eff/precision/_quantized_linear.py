@@ -72,26 +72,28 @@ class Linear4bit(modules.Linear4bit):
             )
             self.quant_state = own.quant_state
         elif saved is not None:
-            error = self._load_scales(scales)
-            error_msgs += [f"{key} was saved {error}"] if error else []
+            different = self._load_scales(scales)
+            if different:
+                error_msgs.append(f"{key} was saved in another format: {different} differs from this layer's")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _load_scales(self, scales: dict[str, Any]) -> str:
-        """Copy scales from a state dict; return how their format differs from this layer's, empty if not."""
+        """Copy scales from a state dict, unless their format is not this layer's; return what differs."""
         state = self.weight.quant_state
         own = state.as_dict(packed=True)
         if scales.keys() != own.keys():
-            return f"in another format: {sorted(scales)}, and this layer has {sorted(own)}"
+            return f"{sorted(scales)}"
+        # bitsandbytes packs shape, block size and quantization type into one tensor.
         packed = next((name for name in own if name.startswith("quant_state.")), "")
         saved, here = unpack_tensor_to_dict(scales[packed]), unpack_tensor_to_dict(own[packed])
+        # The offset belongs to the scales, and the dtype was the weight's before it was quantized.
+        ignored = ("nested_offset", "dtype")
+        different = [key for key in here if key not in ignored and saved.get(key) != here[key]]
+        # The tables map codes to values.
         tables = [name for name in ("quant_map", "nested_quant_map") if name in own]
-        different = [
-            key for key in here if key not in ("nested_offset", "dtype") and saved.get(key) != here[key]
-        ]
         different += [key for key in tables if not torch.equal(scales[key].to(own[key].device), own[key])]
         if different:
-            key = different[0]
-            return f"with another {key}: {saved.get(key)}, not {here.get(key)}"
+            return different[0]
         state.absmax.copy_(scales["absmax"])
         if state.nested:
             state.state2.absmax.copy_(scales["nested_absmax"])

@@ -238,11 +238,12 @@ class Float8(AutoPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert layers unless a callback has triggered it earlier; warn if nothing gains."""
+        """Convert layers unless a callback has done so earlier; warn if no layer gains."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and self._planned is None:
             rules.enforce(self, trainer, module)  # pyright: ignore[reportArgumentType]
         self.apply(module)
+        # A second fit counts again.
         self._steps, self._checked, self._overflows = 0, 0, Counter()
         whys = Counter(why for _, why in self._listed.values())
         if not whys[""]:

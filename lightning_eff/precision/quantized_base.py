@@ -217,7 +217,7 @@ class QuantizedBase(AutoPrecision):
         if not trained and (trainer is None or trainer.training):
             raise self._quant_type_error("a model with trained parameters")
         for name, module in model.named_modules():
-            # bitsandbytes casts a quantized layer's bias while it computes
+            # bitsandbytes casts a quantized layer's bias in place, so that it would train in 16 bits.
             if is_quantized(module) and any(p.requires_grad for p in module.parameters(recurse=False)):
                 plain = plain_name(name)
                 allowed = f"[{plain}], or a frozen bias: {plain} is quantized, and its bias is trained"
@@ -228,6 +228,7 @@ class QuantizedBase(AutoPrecision):
                 raise ConfigError(key=key, value=None, allowed=allowed, remedies=remedies)
         low = [p for p in trained if p.is_floating_point() and p.dtype != torch.float32]
         for parameter in low:
+            # `.data` keeps the parameter the same object, which optimizers may hold already.
             parameter.data = parameter.data.to(torch.float32)
         self._num_trained, self._trained_bytes = len(trained), storage_bytes(trained)
         if self.quant_type not in CAST:
@@ -239,7 +240,7 @@ class QuantizedBase(AutoPrecision):
         for name in high:
             found[name].data = found[name].data.to(dtype)
         sizes = {name: (high.get(name, p.nbytes), p.nbytes) for name, p in found.items()}
-        # a second call finds them cast, and keeps the bytes from before the cast
+        # In a second call they are cast already; the bytes from before the cast are kept.
         self._bytes = {n: size if n in high else self._bytes.get(n, size) for n, size in sizes.items()}
         return len(low) + len(high)
 

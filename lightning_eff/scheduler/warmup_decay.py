@@ -85,9 +85,10 @@ class WarmupDecay(LRScheduler):
     def lr_factor(self, step: int) -> float:
         """Return the factor of the learning rate after `step` optimizer steps."""
         if step < self._num_warmup_steps:
-            return (step + 1) / self._num_warmup_steps
+            return (step + 1) / self._num_warmup_steps  # the first step has a rate above 0
         if self.decay == "none" or self.total_steps is None:
             return 1.0
+        # A resumed run may have another length: the curve depends on the steps that are left.
         decay_steps = self.decay_fraction * (self.total_steps - self._num_warmup_steps)
         steps_left = self.total_steps - step
         remaining = steps_left / decay_steps if decay_steps > 0 else float(steps_left > 0)

@@ -1,4 +1,4 @@
-"""Tests of the loss's kernel for a process with Triton's interpreter; test_interpreter.py starts it."""
+"""Tests of the loss's Triton kernel; test_interpreter.py runs them in a process with Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import whole_logits
 from tests.support.whole_logits import CLASSES, SEVERAL_TILES_MIB, error, gradients, make_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
-"""NumPy computes both sides of `tl.where`, of which one may be the difference of infinities."""
+"""NumPy computes both sides of `tl.where`; one of them may be infinity minus infinity."""
 WEIGHTS = torch.linspace(0.5, 2.0, CLASSES)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -33,7 +33,7 @@ POISON = float("nan")
 
 
 class CudaProjection(Projection):
-    """Float32 logits of 16-bit operands in rows of 16 columns and more, as on CUDA; amid NaN."""
+    """Float32 logits of 16-bit operands as on CUDA: rows padded to 16 columns, inside a buffer of NaN."""
 
     def tiles(self) -> Iterator[tuple[Any, Tensor]]:
         ((x, weight),) = self.pairs
@@ -48,12 +48,12 @@ class CudaProjection(Projection):
             assert room[-1].isnan().all(), "written beyond the last row"
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float16 logits")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float16", "float16 logits")]
 
 
-@pytest.fixture(params=["bfloat16", "float16", *SLOW])
+@pytest.fixture(params=["bfloat16", *SLOW])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Let the kernel compute, in several blocks, and return the dtype of the products."""
+    """Use the kernel, with several blocks per row; return the dtype of the products."""
     monkeypatch.setattr(_row_kernel, "runs_on", lambda logits: logits.dtype != torch.float64)
     monkeypatch.setattr(_row_kernel, "MAX_BLOCK", 32)
     if "logits" not in request.param:
@@ -64,9 +64,9 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 def assert_alike(
     tiled: Callable[..., Tensor], whole: Callable[..., Tensor], given: dict[str, Tensor], **options: Any
 ) -> None:
-    """Compare values and gradients with those of whole logits in float64.
+    """Compare values and gradients with full logits in float64.
 
-    A class too few, or an option that is applied twice, is wrong by a part in CLASSES or more.
+    A missing class, or an option that is applied twice, is an error of 1 / CLASSES or more.
     """
     dtype = given["x"].dtype
     exact = {
@@ -85,13 +85,13 @@ def assert_alike(
 @pytest.mark.parametrize(
     "option", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
 )
-def test_cross_entropy(option: str, dtype: torch.dtype) -> None:
-    """A scalar has its gradients from the forward pass, but in float16 from the backward pass."""
+def test_cross_entropy_matches_full_logits(option: str, dtype: torch.dtype) -> None:
+    """The gradients are computed in the forward pass, but in float16 in the backward pass."""
     tiled = partial(linear_cross_entropy, tile_budget_mib=SEVERAL_TILES_MIB)
     assert_alike(tiled, whole_logits.cross_entropy, make_inputs(dtype), **OPTIONS[option])
 
 
-def test_logprobs_and_entropy(dtype: torch.dtype) -> None:
+def test_log_probabilities_and_entropies_match_full_logits(dtype: torch.dtype) -> None:
     scaling: dict[str, Any] = {"softcap": 1.5, "temperature": 0.7}
 
     def whole(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor) -> Tensor:
@@ -106,15 +106,18 @@ def test_logprobs_and_entropy(dtype: torch.dtype) -> None:
     assert_alike(tiled, whole, given)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-@pytest.mark.parametrize("where", [7, 39, slice(None)], ids=["a class", "the target", "a row"])
-def test_what_is_no_number_is_there_and_nowhere_else_as_in_torch(
-    value: float, where: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [("nan", 7), ("inf", 39), ("-inf", 7), ("-inf", slice(None))],
+    ids=["nan of a class", "infinite target", "class without probability", "row without probability"],
+)
+def test_nonfinite_logits_affect_only_their_row_as_in_torch(
+    value: str, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_row_kernel, "runs_on", lambda _: True)
     monkeypatch.setattr(_row_kernel, "MAX_BLOCK", 16)
     target, logits = torch.tensor([3, 39, 20]), torch.randn(3, CLASSES)
-    logits[1, where] = value
+    logits[1, where] = float(value)
     logits.requires_grad_()
     plain = torch.nn.functional.cross_entropy(logits, target, reduction="none")
     (expected,) = torch.autograd.grad(plain.sum(), [logits])
@@ -128,11 +131,19 @@ def test_what_is_no_number_is_there_and_nowhere_else_as_in_torch(
     assert not values[~is_finite].isfinite().any()
 
 
-def test_a_confident_loss_keeps_its_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's logit is the one that the largest is taken from, to the last bit, whatever the scaling."""
+def test_a_target_that_is_no_class_makes_the_loss_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a logit of its own it would be the loss of a logit of 0."""
     monkeypatch.setattr(_row_kernel, "runs_on", lambda _: True)
-    target, scaling = torch.arange(CLASSES), {"softcap": 20.0, "temperature": 0.7}
-    x = 12.0 * torch.eye(CLASSES) + torch.rand(CLASSES, CLASSES)
+    target = torch.tensor([CLASSES, -1, 3])
+    loss = linear_cross_entropy(torch.randn(3, 2), torch.randn(CLASSES, 2), target, reduction="none")
+    assert loss.isnan().tolist() == [True, True, False]
+
+
+def test_a_loss_near_zero_keeps_its_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel subtracts the target's logit from the largest one; both must be equal to the last bit."""
+    monkeypatch.setattr(_row_kernel, "runs_on", lambda _: True)
+    target, scaling = torch.arange(8), {"softcap": 20.0, "temperature": 0.7}
+    x = 12.0 * torch.eye(CLASSES)[:8] + torch.rand(8, CLASSES)
     exact = -whole_logits.logprobs(x.double(), torch.eye(CLASSES).double(), target, **scaling)
     plain = -whole_logits.logprobs(x, torch.eye(CLASSES), target, **scaling)
     found = linear_cross_entropy(x, torch.eye(CLASSES), target, **scaling, reduction="none")

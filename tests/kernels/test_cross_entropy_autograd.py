@@ -1,4 +1,4 @@
-"""What cross-entropy in tiles computes, keeps and promises to autograd: exact counts and bytes."""
+"""Cross-entropy in tiles: exact counts of products and bytes, and its behaviour under autograd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRODUCTS = (aten.mm.default, aten.mm.out, aten.addmm_.default)
 
 
 class Products(Operators):
-    """Counts products of matrices, by dtype; and the rows of the logits that were computed."""
+    """Counts matrix products by dtype, and the rows of logits that were computed."""
 
     num_rows = 0
 
@@ -82,14 +82,14 @@ def test_the_exact_number_of_products(name: str, frozen: str) -> None:
         loss.backward()
     assert (forward.per_tile, backward.per_tile) == (in_forward, in_backward)
     exact = [each.detach().double().requires_grad_() for each in (x, weight)]
-    whole = whole_logits.cross_entropy(*exact, target, reduction="sum" if name == "sum" else "mean")
+    whole = whole_logits.cross_entropy(*exact, target)
     for one, reference in zip((x, weight), torch.autograd.grad(whole, exact), strict=True):
         if one.requires_grad:
-            assert error(one.grad, reference) < 40 * torch.finfo(dtype).eps  # a factor of 16 / 17 is not
+            assert error(one.grad, reference) < 40 * torch.finfo(dtype).eps  # rejects a factor of 16 / 17
     assert (x.grad is None, weight.grad is None) == (frozen == "x", frozen == "weight")
 
 
-def test_without_gradients_one_product_a_tile_and_none_of_ignored_rows() -> None:
+def test_inference_computes_one_product_per_tile_and_ignored_rows_none() -> None:
     x, weight, target = inputs()
     with torch.inference_mode(), Products() as products:
         loss = loss_of(x, weight, target)
@@ -101,12 +101,11 @@ def test_without_gradients_one_product_a_tile_and_none_of_ignored_rows() -> None
     assert products.num_rows == int((target != -100).sum()) == 42
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_float16_with_a_loss_scale_keeps_gradients_of_rows_that_are_no_target(reduction: str) -> None:
-    """Formed in forward, without the scale, most of them would be 0: below 3e-8."""
+def test_float16_with_a_loss_scale_keeps_gradients_of_classes_that_are_no_target() -> None:
+    """Computed in the forward pass, without the scale, most of them would be below 3e-8 and become 0."""
     x, weight = (torch.randn(512, 8) * 0.01).half(), (torch.randn(20000, 8) * 0.1).half().requires_grad_()
     target = torch.randint(0, 100, (512,))
-    loss = linear_cross_entropy(x, weight, target, tile_budget_mib=20, reduction=reduction).mean()  # pyright: ignore[reportArgumentType]
+    loss = linear_cross_entropy(x, weight, target, tile_budget_mib=20)
     (found,) = torch.autograd.grad(loss * 32768.0, [weight])
     exact_weight = weight.detach().double().requires_grad_()
     exact = F.cross_entropy(x.double() @ exact_weight.T, target) * 32768.0
@@ -116,7 +115,7 @@ def test_float16_with_a_loss_scale_keeps_gradients_of_rows_that_are_no_target(re
     assert (found[100:] == 0).double().mean() < 1e-3
 
 
-def test_autocast_casts_rows_and_weight_and_the_weights_gradient_is_float32() -> None:
+def test_autocast_multiplies_in_bfloat16_and_returns_a_float32_gradient_of_the_weight() -> None:
     x, weight, target = inputs()
     bias = torch.randn(V, requires_grad=True)
     for reduction in ("mean", "none"):
@@ -137,8 +136,8 @@ def test_autocast_casts_rows_and_weight_and_the_weights_gradient_is_float32() ->
             assert error(one, reference) <= 2 * error(other, reference)
 
 
-def test_a_tied_weight_has_one_hook_call() -> None:
-    """In-backward optimizers, DDP and FSDP2 wait for it."""
+def test_the_hook_of_a_tied_weight_is_called_once() -> None:
+    """In-backward optimizers, DDP and FSDP2 rely on that."""
     embedding, head = nn.Embedding(V, D), nn.Linear(D, V)
     head.weight = embedding.weight
     calls: Counter[Tensor] = Counter()
@@ -156,12 +155,12 @@ def test_a_tied_weight_has_one_hook_call() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_retained_graph_gives_its_gradients_twice_and_a_freed_one_torchs_error(reduction: str) -> None:
+def test_a_retained_graph_has_a_second_backward_pass_and_a_freed_one_raises(reduction: str) -> None:
     x, weight, target = inputs(torch.float64)
     loss = loss_of(x, weight, target, reduction=reduction).sum()
     first = torch.autograd.grad(loss, [x, weight], retain_graph=True)
     kept = [each.clone() for each in first]
-    first[0].zero_()  # what the first pass returned is the caller's
+    first[0].zero_()  # the caller may overwrite the gradients of the first pass
     second = torch.autograd.grad(loss * 3.0, [x, weight])
     for one, other in zip(kept, second, strict=True):
         torch.testing.assert_close(3.0 * one, other, rtol=1e-12, atol=1e-14)
@@ -201,13 +200,11 @@ def test_the_extra_bytes_of_a_step(frozen: bool) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "num_classes"), [(torch.float32, V), (torch.bfloat16, V + 1)], ids=str)
-def test_the_extra_bytes_of_a_step_on_a_gpu_that_need_not_be_present(
-    dtype: torch.dtype, num_classes: int
-) -> None:
-    """One tile of float32 logits, in rows of a multiple of 16, over which the gradient of 16 bits lies."""
+def test_the_extra_bytes_of_a_step_predicted_for_a_gpu(dtype: torch.dtype, num_classes: int) -> None:
+    """One tile of float32 logits, in rows of a multiple of 16; their 16-bit gradient overwrites them."""
     with Fakes(), devices.predicted(devices.DEVICES["h100"]), FlopCount() as count, LiveBytes() as live:
         x = torch.empty(N, D, dtype=dtype, requires_grad=True)
-        weight = torch.empty(num_classes, D, requires_grad=True)  # whose gradient sums up in float32
+        weight = torch.empty(num_classes, D, requires_grad=True)  # its gradient is summed in float32
         target = torch.zeros(N, dtype=torch.int64)
         live.add([x, weight, target])
         before = live.now_bytes

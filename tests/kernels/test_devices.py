@@ -1,4 +1,4 @@
-"""Devices: sizes are the driver's, peaks the table's or unknown, and TF32 is read from any switch."""
+"""Devices: sizes come from the driver, peaks from the table, and TF32 is read from any switch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_eff.kernels import devices, gemm_kernels
 from lightning_eff.kernels.devices import KIB
@@ -17,20 +18,18 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes this machine's GPU one with a name, SMs and memory."""
+    """Return a function that makes the driver report a GPU."""
 
-    def present(name: str, num_sms: int, memory_gib: float, *, capability: int = 90, **more: Any) -> None:
-        values: dict[str, Any] = {
-            "name": name, "major": capability // 10, "minor": capability % 10,
-            "multi_processor_count": num_sms, "total_memory": int(memory_gib * KIB**3),
-            "L2_cache_size": 48 * KIB**2, "shared_memory_per_block": 48 * KIB,
-            "shared_memory_per_block_optin": 200 * KIB,
-        }  # fmt: skip
-        properties = SimpleNamespace(**{k: v for k, v in (values | more).items() if v is not None})
+    def report(name: str, num_sms: int, memory_gib: float, capability: int) -> None:
+        properties = SimpleNamespace(
+            name=name, major=capability // 10, minor=capability % 10, multi_processor_count=num_sms,
+            total_memory=int(memory_gib * KIB**3), L2_cache_size=48 * KIB**2,
+            shared_memory_per_block=48 * KIB, shared_memory_per_block_optin=200 * KIB,
+        )  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 10))
 
-    return present
+    return report
 
 
 @pytest.mark.parametrize(
@@ -38,14 +37,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         ("NVIDIA H200", 132, 139.8, 90, "h200"),
         ("NVIDIA A100-SXM4-40GB", 108, 39.4, 80, "a100"),
-        ("NVIDIA GH200 480GB", 132, 94.5, 90, None),  # no H200
+        ("NVIDIA GH200 480GB", 132, 94.5, 90, None),  # contains H200, but is another GPU
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.7, 89, None),
     ],
 )
-def test_sizes_are_the_drivers_and_peaks_the_tables_or_unknown(
+def test_sizes_come_from_the_driver_and_peaks_from_the_table(
     gpu: Any, name: str, num_sms: int, memory_gib: float, capability: int, in_table: str | None
 ) -> None:
-    gpu(name, num_sms, memory_gib, capability=capability)
+    gpu(name, num_sms, memory_gib, capability)
     found = devices.of(GPU)
     assert (found.num_sms, found.capability) == (num_sms, capability)
     assert found.memory_bytes == int(memory_gib * KIB**3)
@@ -65,10 +64,10 @@ def test_sizes_are_the_drivers_and_peaks_the_tables_or_unknown(
         ("6.4", 94, True, "ROCm"),
     ],
 )
-def test_kernels_need_an_nvidia_gpu_since_ampere_and_triton(
+def test_kernels_need_triton_and_an_nvidia_gpu_of_ampere_or_later(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, hip: str, capability: int, *, has_triton: bool, why: str
 ) -> None:
-    gpu("a GPU", 132, 80.0, capability=capability)
+    gpu("a GPU", 132, 80.0, capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(gemm_kernels, "triton", object() if has_triton else None)
     found = devices.why_no_kernels(GPU)
@@ -76,24 +75,25 @@ def test_kernels_need_an_nvidia_gpu_since_ampere_and_triton(
     assert bool(why) is bool(found)
 
 
-def test_kernels_run_on_a_cpu_in_tritons_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_run_on_a_cpu_only_in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.why_no_kernels(torch.device("cpu")) != ""
     monkeypatch.setattr(gemm_kernels, "INTERPRETED", True)
     assert devices.why_no_kernels(torch.device("cpu")) == ""
 
 
 def test_the_precision_of_float32_is_read_from_any_switch() -> None:
-    imports = "from lightning_eff.kernels.devices import float32_precision"
-    found = in_forks(list(SWITCHES), imports, "print(float32_precision())")
-    assert dict(zip(SWITCHES, found, strict=True)) == SWITCHES
+    assert in_forks(SWITCHES, devices.float32_precision) == SWITCHES
 
 
 @pytest.mark.slow
 def test_a_compiled_function_is_compiled_again_after_the_precision_changes() -> None:
-    imports = "from lightning_eff.kernels.devices import float32_precision"
-    code = (
-        "f = torch.compile(lambda x: x + (float32_precision() == 'tf32'), backend='eager', fullgraph=True); "
-        "before = f(torch.zeros(1)).item(); torch.backends.cuda.matmul.fp32_precision = 'tf32'; "
-        "print(before, f(torch.zeros(1)).item())"
-    )
-    assert in_forks([""], imports, code) == ["0.0 1.0"]
+    def add(x: Tensor) -> Tensor:
+        return x + (devices.float32_precision() == "tf32")
+
+    def check() -> list[float]:
+        compiled = torch.compile(add, backend="eager", fullgraph=True)
+        before = compiled(torch.zeros(1)).item()
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        return [before, compiled(torch.zeros(1)).item()]
+
+    assert in_forks([""], check) == {"": "[0.0, 1.0]"}

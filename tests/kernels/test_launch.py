@@ -1,4 +1,4 @@
-"""A bound launch: what Triton's own would pass, without its look-up; and what cannot be compiled."""
+"""A bound launch passes what Triton's launcher would, without its lookup; kernels that do not compile."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from lightning_eff.kernels.matmul import gemm
 from lightning_eff.kernels.operands import check_operands
 from lightning_eff.kernels.tile_configs import CONFIGS
 
-POINTERS = next(tile for tile in CONFIGS if tile.kernel == "pointers" and tile.split_k == 1)
 SPLIT = next(tile for tile in CONFIGS if tile.kernel == "pointers" and tile.split_k > 1)
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Stand in for an H200: kernels are compiled for it, and launches are recorded."""
+    """Compile kernels for an H200 that is not present, and return the arguments of their launches."""
     calls: list[tuple[Any, ...]] = []
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -48,8 +47,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     dispatch.forget()
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], POINTERS, SPLIT], ids=str)
-def test_a_launch_is_looked_up_once_and_then_passes_the_same(config: Any, launched: list[Any]) -> None:
+@pytest.mark.parametrize("config", [CONFIGS[0], SPLIT], ids=str)
+def test_a_launch_is_looked_up_once_and_passes_what_triton_would(config: Any, launched: list[Any]) -> None:
     a, b, bias = torch.zeros(64, 1024), torch.zeros(1024, 128), torch.zeros(128)
     operands = check_operands(a.bfloat16(), b.bfloat16(), None, alpha=0.5, bias=bias)
     bound, d = launch.Launch(config), torch.zeros(64, 128, dtype=torch.bfloat16)
@@ -64,7 +63,7 @@ def test_a_launch_is_looked_up_once_and_then_passes_the_same(config: Any, launch
         for _ in range(3):
             bound(operands, d)
     num_kernels = len(looked_up)
-    assert num_kernels == (2 if config.split_k > 1 else 1), "of the first call alone"
+    assert num_kernels == (2 if config.split_k > 1 else 1), "only in the first call"
     by_triton, ours = launched[:num_kernels], launched[num_kernels:]
     assert len(ours) == 3 * num_kernels
     for expected, found in zip(by_triton, ours[:num_kernels], strict=True):
@@ -77,7 +76,7 @@ def test_a_launch_is_looked_up_once_and_then_passes_the_same(config: Any, launch
 def test_a_kernel_that_cannot_be_compiled_is_replaced_by_torch_with_one_warning(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failing pass of the compiler raises a plain RuntimeError, which once ended the training step."""
+    """A compiler pass that fails raises a plain RuntimeError, which once ended the training step."""
     a, b = (torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
     tried: list[str] = []
 
@@ -91,4 +90,4 @@ def test_a_kernel_that_cannot_be_compiled_is_replaced_by_torch_with_one_warning(
             assert torch.equal(gemm(a, b, backend="triton"), a @ b)
     assert len(tried) == len(warned) == 1
     gemm(a, b, backend="triton")
-    assert len(launched) == 1, "by the next config"
+    assert len(launched) == 1, "with the next config"

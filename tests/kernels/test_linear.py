@@ -16,7 +16,7 @@ from lightning_eff.kernels.linear import Accumulation, TritonLinear, linear
 from tests.support.linear_layers import swapped
 
 
-def test_a_swapped_model_is_copied_and_pickled() -> None:
+def test_a_converted_model_can_be_copied_and_pickled() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     x = torch.randn(5, 3)
     before = model(x)
@@ -31,7 +31,7 @@ def test_a_swapped_model_is_copied_and_pickled() -> None:
         assert other[0].accumulation is other[2].accumulation is not model[0].accumulation
 
 
-def test_gradients_are_right_in_float64() -> None:
+def test_gradients_pass_gradcheck() -> None:
     x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -43,8 +43,8 @@ def test_gradients_are_right_in_float64() -> None:
     assert torch.equal(call(x, weight, bias), F.linear(x, weight, bias))
 
 
-def test_an_operation_in_place_behind_it() -> None:
-    """nn.ReLU(inplace=True) once raised."""
+def test_an_in_place_operation_may_follow_the_layer() -> None:
+    """nn.ReLU(inplace=True) once raised an error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
     twin = swapped(copy.deepcopy(model), Accumulation())
@@ -58,19 +58,19 @@ def test_an_operation_in_place_behind_it() -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_a_hook_and_autograd_grad_get_the_gradient() -> None:
+def test_a_gradient_for_a_hook_or_autograd_grad_is_not_added_in_place() -> None:
     accumulation = Accumulation()
     layer, x = swapped(nn.Linear(3, 2), accumulation), torch.ones(4, 3)
     layer(x).sum().backward()
     layer(x).sum().backward()
-    assert accumulation.num_added == 0, "outside of the context nothing goes past autograd"
+    assert accumulation.num_added == 0, "outside of the context, autograd adds"
     with accumulation:
         (gradient,) = torch.autograd.grad(layer(x).sum(), [layer.bias])
         assert torch.equal(gradient, torch.full((2,), 4.0))
         (gradient,) = torch.autograd.grad(layer(x).sum(), [layer.weight])
         assert torch.equal(gradient, torch.full((2, 3), 4.0))
         layer(x).sum().backward(inputs=[layer.bias])
-        assert accumulation.num_added == 0, "the weight's was not asked for"
+        assert accumulation.num_added == 0, "the weight's gradient was not requested"
         layer(x).sum().backward(inputs=[layer.weight])
         assert accumulation.num_added == 1
     seen: list[Tensor] = []
@@ -86,7 +86,7 @@ def test_a_hook_and_autograd_grad_get_the_gradient() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch 2.13's jvp imports it
 @pytest.mark.parametrize("autocast", [False, True])
-def test_second_and_forward_mode_derivatives_equal_a_linear_layers(autocast: bool) -> None:
+def test_second_and_forward_mode_derivatives_match_nn_linear(autocast: bool) -> None:
     layer = nn.Linear(3, 2)
     ours = swapped(copy.deepcopy(layer), Accumulation())
     x, found = torch.ones(4, 3, requires_grad=True), []
@@ -97,12 +97,12 @@ def test_second_and_forward_mode_derivatives_equal_a_linear_layers(autocast: boo
             assert each.weight.grad is not None
             _, tangent = torch.func.jvp(each, (x.detach(),), (x.detach(),))
         found.append([each.weight.grad, each.bias.grad, tangent])
-    # Under autocast two contributions to the weight's gradient are rounded to bfloat16, in another order.
+    # Under autocast, two parts of the weight's gradient are rounded to bfloat16 before they are added.
     torch.testing.assert_close(*found, rtol=2e-2 if autocast else 0.0, atol=1e-2 if autocast else 0.0)
 
 
 def saved_by(function: Callable[[], Tensor]) -> list[Tensor]:
-    """Return the tensors that are kept for a backward pass, each storage once."""
+    """Return the tensors that autograd keeps for the backward pass, each storage once."""
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -116,9 +116,7 @@ def saved_by(function: Callable[[], Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("frozen", "autocast"), [(False, False), (False, True), (True, True)])
-def test_it_keeps_no_byte_more_for_the_backward_pass_than_a_linear_layer(
-    frozen: bool, autocast: bool
-) -> None:
+def test_the_backward_pass_needs_as_many_bytes_as_nn_linears(frozen: bool, autocast: bool) -> None:
     layer = nn.Linear(64, 48)
     layer.requires_grad_(not frozen)
     ours = swapped(copy.deepcopy(layer), Accumulation())
@@ -128,8 +126,8 @@ def test_it_keeps_no_byte_more_for_the_backward_pass_than_a_linear_layer(
     assert found == expected
 
 
-def test_autocast_casts_a_weight_once_for_all_calls_of_a_pass() -> None:
-    """A layer called a hundred times once kept a hundred copies of its weight."""
+def test_autocast_casts_a_weight_once_per_forward_pass() -> None:
+    """A layer that was called a hundred times once kept a hundred copies of its weight."""
     layer = swapped(nn.Linear(64, 64, bias=False), Accumulation())
     x = torch.ones(2, 64)
 

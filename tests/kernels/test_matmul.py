@@ -1,4 +1,4 @@
-"""gemm on a CPU: what it computes, its gradients, and what it rejects."""
+"""gemm on a CPU: its results, its gradients, and the arguments that it rejects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FACTOR = st.sampled_from([0.0, 1.0, -0.5, 2.0])
     sizes=st.tuples(SIZE, SIZE, SIZE), alpha=FACTOR, beta=FACTOR, has_c=st.booleans(), has_bias=st.booleans(),
     activation=st.sampled_from([None, *ACTIVATIONS]),
 )  # fmt: skip
-def test_any_shapes_factors_addends_and_activation(
+def test_results_match_float64_for_any_shapes_factors_and_epilogue(
     batches: Any, sizes: Any, alpha: float, beta: float, has_c: bool, has_bias: bool, activation: str | None
 ) -> None:
     m, n, k = sizes
@@ -41,7 +41,7 @@ def test_any_shapes_factors_addends_and_activation(
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_not_read_does_not_reach_the_result() -> None:
+def test_operands_with_a_factor_of_zero_are_not_read() -> None:
     a, b, nan = random(3, 4), random(4, 2), float("nan")
     assert torch.equal(gemm(a, b, torch.full((3, 2), nan), beta=0.0), a @ b)
     ones = torch.ones(3, 2, dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_what_is_not_read_does_not_reach_the_result() -> None:
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_gradients_of_all_arguments(activation: str | None) -> None:
+def test_gradients_of_all_arguments_pass_gradcheck(activation: str | None) -> None:
     tensors = [each.requires_grad_() for each in (random(2, 3, 4), random(4, 6), random(3, 6), random(6))]
 
     def call(a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> Tensor:
@@ -62,25 +62,27 @@ def test_gradients_of_all_arguments(activation: str | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16, torch.float64])
-def test_formats(dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+def test_the_result_has_the_requested_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
     a, b = random(16, 8).to(dtype), random(8, 4).to(dtype)
     ours = gemm(a, b, out_dtype=out_dtype)
     assert ours.dtype == (out_dtype or dtype)
     torch.testing.assert_close(ours.double(), reference(a, b), rtol=1e-2, atol=1e-2)
 
 
-def test_a_result_is_written_and_added_to_out() -> None:
-    a, b, room = random(6, 4), random(4, 5), torch.zeros(6, 20, dtype=torch.float64)
-    out = room[:, 5:10]
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_a_result_is_written_and_added_to_out(batch: tuple[int, ...]) -> None:
+    a, b = random(*batch, 6, 4), random(*batch, 4, 5)
+    room = torch.zeros(*batch, 6, 20, dtype=torch.float64)
+    out = room[..., 5:10]
     assert gemm(a, b, out=out) is out
     gemm(a, b, out, beta=1.0, out=out)
     torch.testing.assert_close(out, 2 * (a @ b))
-    assert float(room[:, :5].abs().sum() + room[:, 10:].abs().sum()) == 0.0
+    assert float(room[..., :5].abs().sum() + room[..., 10:].abs().sum()) == 0.0
 
 
 @pytest.mark.parametrize("where", ["a", "a.T", "shifted"])
-def test_a_result_over_an_operand_is_made_elsewhere(where: str) -> None:
-    """A square matrix that was its own result was once off by 686."""
+def test_a_result_that_overlaps_an_operand_is_computed_in_new_memory(where: str) -> None:
+    """A square matrix as its own result once had an error of 686."""
     a, b = random(40, 40), random(40, 40) + 1.0
     room = torch.zeros(41, 40, dtype=torch.float64)
     out = {"a": a, "a.T": a.T, "shifted": room[1:]}[where]
@@ -102,10 +104,10 @@ def test_autocast_casts_as_torch_does() -> None:
         ({"b": random(9, 2)}, ValueError),
         ({"b": random(4, 2, dtype=torch.float32)}, TypeError),
         ({"b": random(4, 2).to("meta")}, ValueError),
-        ({"c": random(7, 2), "beta": 1.0}, ValueError),
+        ({"c": random(7, 2), "beta": 1.0}, RuntimeError),
         ({"beta": 1.0}, ValueError),
         ({"c": random(3, 2)}, ValueError),
-        ({"bias": random(3)}, ValueError),
+        ({"bias": random(3)}, RuntimeError),
         ({"activation": "gelu"}, ValueError),
         ({"backend": "triton"}, RuntimeError),
         ({"out": random(2, 3)}, ValueError),
@@ -113,6 +115,6 @@ def test_autocast_casts_as_torch_does() -> None:
         ({"a": random(3, 4).requires_grad_(), "out": random(3, 2)}, RuntimeError),
     ],
 )
-def test_wrong_arguments_are_rejected(keywords: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_arguments_are_rejected(keywords: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         gemm(**({"a": random(3, 4), "b": random(4, 2)} | keywords))

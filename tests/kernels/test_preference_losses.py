@@ -1,4 +1,4 @@
-"""docs/techniques/tiled_loss.md: its losses against whole logits in float64."""
+"""The losses that docs/techniques/tiled_loss.md defines match full logits in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BETA = 0.3
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    """The names that the page's Python defines."""
+    """Return the names that the page's code defines."""
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         if "def training_step" not in block:
@@ -31,7 +31,7 @@ def page() -> dict[str, Any]:
 
 
 class Batch:
-    """Hidden states and heads of a policy and of a larger reference, and answers of unequal lengths."""
+    """Hidden states and heads of a policy and of a wider reference, and answers of unequal lengths."""
 
     def __init__(self) -> None:
         self.policy, self.reference = (
@@ -47,7 +47,7 @@ class Batch:
         self.mask = (self.labels != -100).double()
 
     def logprobs(self, model: tuple[Tensor, nn.Linear]) -> Tensor:
-        """Return the log-probability of each label [batch, length], 0 where there is none."""
+        """Return the log-probability of each label [batch, length]; 0 for ignored labels."""
         logs = model[1](model[0]).log_softmax(-1)
         return logs.gather(-1, self.labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * self.mask
 
@@ -70,7 +70,7 @@ ADVANTAGES = torch.tensor([1.2, -0.8, 0.3, -0.7], dtype=torch.float64)
 
 
 def old_logprobs(batch: Batch) -> Tensor:
-    """Log-probabilities that lie on both sides of what is clipped."""
+    """Return log-probabilities whose ratios lie inside and outside of the clipping range."""
     noise = torch.linspace(-0.5, 0.5, BATCH * LENGTH, dtype=torch.float64).view(BATCH, LENGTH)
     return batch.logprobs(batch.policy).detach() + noise
 
@@ -118,7 +118,7 @@ LOSSES: dict[str, tuple[Callable[[Batch], Tensor], Callable[[Any, Batch], Tensor
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_the_page_equals_whole_logits(name: str, page: dict[str, Any]) -> None:
+def test_a_loss_of_the_page_matches_full_logits(name: str, page: dict[str, Any]) -> None:
     batch = Batch()
     whole, call = LOSSES[name]
     exact = whole(batch)
@@ -130,4 +130,4 @@ def test_a_loss_of_the_page_equals_whole_logits(name: str, page: dict[str, Any])
     for one, other in zip(torch.autograd.grad(loss, trained, retain_graph=True), expected, strict=True):
         assert error(one, other) < 1e-12
     loss.backward()
-    assert other_hidden.grad is other_head.weight.grad is None, "reference and teacher"
+    assert other_hidden.grad is other_head.weight.grad is None, "a reference or teacher is not trained"

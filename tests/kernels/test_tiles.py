@@ -1,4 +1,4 @@
-"""Which configs fit and how they rank, against arithmetic done by hand."""
+"""The cost model: which configs fit and how they rank, compared with arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fitting(shape: Shape, device: devices.Device) -> list[TileConfig]:
     return [config for config in CONFIGS if fits(config, shape, device)]
 
 
-def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers() -> None:
+def test_only_pointer_configs_fit_without_tma_or_tensor_cores() -> None:
     plain = Shape(M=64, N=64, K=64)
     for shape, device in (
         (replace(plain, aligned=False), H200),
@@ -36,8 +36,8 @@ def test_what_tma_or_tensor_cores_cannot_do_is_left_to_pointers() -> None:
         assert {tile.kernel for tile in fitting(shape, device)} == {"pointers"}
 
 
-def test_k_is_split_where_tiles_are_few() -> None:
-    """512 x 512 x 65536: 16 tiles for 132 SMs; in four parts 64, each of 256 steps of 64 columns."""
+def test_k_is_split_if_there_are_few_tiles() -> None:
+    """512 x 512 x 65536 has 16 tiles for 132 SMs; with K in four parts it has 64, of 256 steps each."""
     shape = Shape(M=512, N=512, K=65536)
     cost = rank_configs(shape, H200)[0]
     assert (cost.config.split_k, cost.grid, cost.num_tiles, cost.depth) == (4, (4, 4), 64, 256 * 64)
@@ -72,13 +72,13 @@ def test_shared_memory_decides_what_fits() -> None:
     assert all(tile.adds or tile.kernel == "pointers" for tile in weight if tile.block_n == 256)
 
 
-def test_the_explanation_of_the_design_comes_out() -> None:
+def test_an_explanation_recommends_sizes_that_fit() -> None:
     assert explain_tiles(4352, 4096, 4096).fitting_m == (4224, 5120)
     vocabulary = explain_tiles(8192, 50257, 4096)
     assert (vocabulary.aligned_n, vocabulary.aligned_k) == (50304, 4096)
-    assert explain_tiles(8192, 50264, 4096).aligned_n == 50264, "whole 16 bytes: TMA copies its rows"
+    assert explain_tiles(8192, 50264, 4096).aligned_n == 50264, "a multiple of 16 bytes"
     assert vocabulary.cost.tile_quantization < 0.01
-    assert str(explain_tiles(4224, 4096, 4096)).count("fit") == 0, "it fits as it is"
+    assert str(explain_tiles(4224, 4096, 4096)).count("fit") == 0, "M fits unchanged"
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The pages on tiles: lines that they name exist, instructions are compiled ones, sums are right."""
+"""The pages on tiles: the lines that they cite exist, and instructions and sizes are as they say."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ PAGE = (ROOT / "docs" / "gemm_tiling.md").read_text()
 LARGEST = CONFIGS[0]
 
 
-def test_each_line_that_the_page_names_is_in_its_file() -> None:
+def test_each_line_that_the_page_cites_is_in_its_file() -> None:
     named = re.findall(r"`([^`]+)` in `(lightning_eff/[\w/.]+)`", PAGE.replace("\n", " "))
     assert len(named) >= 12
     for line, path in named:
         assert line in (ROOT / path).read_text(), line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
-def test_the_instructions_and_swizzles_of_the_page_are_those_that_are_compiled() -> None:
+def test_compiled_kernels_have_the_instructions_and_swizzles_of_the_page() -> None:
     from lightning_eff.kernels import launch
     from tests.support.assembly import Variant, gpu
 
@@ -44,7 +45,7 @@ def test_the_instructions_and_swizzles_of_the_page_are_those_that_are_compiled()
         assert swizzle in kernel.asm["ttgir"], device
 
 
-def test_the_overview_shows_what_attention_holds() -> None:
+def test_the_overview_shows_the_peak_memory_of_attention() -> None:
     peaks: list[str] = []
     for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
         q, k, v = (torch.randn(1, 8, 1024, 64, requires_grad=True) for _ in range(3))

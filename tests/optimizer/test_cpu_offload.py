@@ -1,4 +1,4 @@
-"""CpuOffload: its state stays on the host, and writes of others to a parameter are kept."""
+"""CpuOffload: the state stays on the host, and other code may write to a parameter between steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_state_stays_on_the_host_when_lightning_moves_it_to_the_device() -> None
     _optimizer_to_device(optimizer, torch.device("cpu"))
     for state in optimizer.state.values():
         state["exp_avg"] = Elsewhere(state["exp_avg"])
-        assert type(state["exp_avg"]) is torch.Tensor, "what is put in is moved to the host"
+        assert type(state["exp_avg"]) is torch.Tensor, "a stored tensor is moved to the host"
 
 
 class Elsewhere(torch.Tensor):
@@ -40,21 +40,21 @@ class Elsewhere(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-def test_what_others_write_to_a_parameter_is_where_the_next_step_begins() -> None:
+def test_a_step_starts_from_a_value_that_other_code_wrote_to_the_parameter() -> None:
     layer, optimizer = stepped()
     bias = layer.bias.detach().clone()
-    layer.weight.data.fill_(5.0)  # leaves no trace
+    layer.weight.data.fill_(5.0)  # does not change the tensor's version
     layer.weight.grad = torch.zeros(4, 4)
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
         group["lr"] = 0.0
     optimizer.step()
     assert torch.equal(layer.weight.detach(), torch.full((4, 4), 5.0))
-    assert torch.equal(layer.bias.detach(), bias), "it has no gradient"
+    assert torch.equal(layer.bias.detach(), bias), "without a gradient, it must not change"
 
 
 @pytest.mark.filterwarnings("default:CpuOffload does nothing here")
-def test_on_a_cpu_it_warns_once_that_there_is_nothing_to_offload() -> None:
+def test_a_model_on_the_cpu_warns_once_that_there_is_nothing_to_offload() -> None:
     layer = nn.Linear(2, 2)
     optimizer = CpuOffload(layer.parameters())
     layer(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""InBackward: gradients freed, exact steps, and settings that need the gradients afterwards rejected."""
+"""InBackward: freed gradients, exact steps, and rejected settings that need the gradients later."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stack(num_layers: int = 8) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(num_layers)))
 
 
-def test_gradients_never_exist_together() -> None:
+def test_only_one_gradient_exists_at_a_time() -> None:
     model = stack()
     optimizer = InBackward(model.parameters(), lr=0.01, optimizer=functools.partial(torch.optim.SGD))
     live, seen = LiveBytes(), list[int]()
@@ -46,7 +46,7 @@ def test_gradients_never_exist_together() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_tied_weights_are_to_the_bit_what_the_plain_optimizer_makes_of_them() -> None:
+def test_steps_are_bit_equal_to_the_plain_optimizers_with_tied_weights_too() -> None:
     def make() -> nn.Sequential:
         model = stack(3)
         model[2].weight = model[0].weight
@@ -68,7 +68,7 @@ def test_tied_weights_are_to_the_bit_what_the_plain_optimizer_makes_of_them() ->
     assert is_equal([*ours.parameters()], [*theirs.parameters()])
 
 
-def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
+def test_each_parameters_gradient_is_clipped_by_its_own_norm() -> None:
     model = stack(2)
     optimizer = InBackward(
         model.parameters(), lr=1.0, weight_decay=0.0, optimizer=torch.optim.SGD, max_parameter_norm=0.5
@@ -81,7 +81,7 @@ def test_each_parameters_gradient_is_scaled_down_to_its_own_norm() -> None:
 
 
 @pytest.mark.parametrize("end", ["close twice", "forget"])
-def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
+def test_gradients_are_kept_after_the_optimizer_is_closed_or_deleted(end: str) -> None:
     layer = nn.Linear(2, 2)
     optimizer: Any = InBackward([layer.weight], lr=0.1)
     if end == "close twice":
@@ -107,7 +107,7 @@ def test_afterwards_backward_leaves_gradients_alone(end: str) -> None:
         ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
     ],
 )
-def test_a_setting_that_needs_the_gradients_afterwards_is_rejected(
+def test_a_setting_that_needs_gradients_after_the_backward_pass_is_rejected(
     keywords: dict[str, Any], found: str
 ) -> None:
     callbacks = [OptimizerChoice(optimizer=FACTORY), *keywords.pop("callbacks", [])]
@@ -116,7 +116,7 @@ def test_a_setting_that_needs_the_gradients_afterwards_is_rejected(
         rules.raise_rejected(rules.check_rules(rules.trainer_components(trainer), rules.run_facts(trainer)))
 
 
-def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net]) -> None:
+def test_the_gradient_check_gets_gradients_before_they_are_freed(net: Callable[..., Net]) -> None:
     model = net()
     model.unused = nn.Linear(2, 2)
     with pytest.raises(GradientError, match=r"unused.weight, unused.bias"):
@@ -125,7 +125,7 @@ def test_the_gradient_check_sees_gradients_that_are_freed(net: Callable[..., Net
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in the group, as some libraries do."""
+    """Counts its steps in its group, like optimizers of some libraries."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -133,7 +133,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_counts_in_its_groups_is_rejected() -> None:
+def test_an_inner_optimizer_that_counts_steps_in_its_groups_is_rejected() -> None:
     layer = nn.Linear(2, 2)
     optimizer = InBackward(layer.parameters(), lr=0.1, weight_decay=0.0, optimizer=Counting)
     layer.weight.grad = torch.ones(2, 2)
@@ -141,7 +141,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_rejected() -> None:
         optimizer.step()
 
 
-def test_a_second_gradient_before_the_step_is_an_error_and_not_a_second_step() -> None:
+def test_a_second_gradient_before_the_step_raises_an_error() -> None:
     from torch.utils.checkpoint import checkpoint
 
     layer = nn.Linear(8, 8)

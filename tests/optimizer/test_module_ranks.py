@@ -1,4 +1,4 @@
-"""optimizer=module on two ranks (gloo): a GAN under DDP and FSDP2 as on one device; ZeRO rejects it."""
+"""optimizer=module on two ranks (gloo): a GAN under DDP and FSDP2 matches one device; ZeRO rejects it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(steps: int, dtype: torch.dtype = torch.float64, **keywords: Any) -> tu
 
 
 def main(folder: str) -> dict[str, Any]:
-    """Train whole and in parts under each strategy, each rank on the same batches; return the weights."""
+    """Train without and with an interruption under each strategy, all ranks on the same batches."""
     found: dict[str, Any] = {}
     for name, make in {"ddp": lambda: "ddp_find_unused_parameters_true", "fsdp2": FSDP2}.items():
         path = Path(folder) / f"{name}.ckpt"
@@ -51,7 +51,7 @@ def main(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_gan_on_two_ranks_trains_and_resumes_as_on_one_device(tmp_path: Path) -> None:
+def test_a_gan_on_two_ranks_trains_and_resumes_bit_equal_to_one_device(tmp_path: Path) -> None:
     found, _ = results_of_two_ranks(__name__, tmp_path)
     alone, _ = train(20)
     for name in ("ddp", "fsdp2"):

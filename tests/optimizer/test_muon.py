@@ -1,4 +1,4 @@
-"""Muon: which parameters it takes, one schedule for both parts, and checkpoints."""
+"""Muon: which parameters it steps, one schedule for Muon and AdamW, and checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_embeddings_heads_vectors_and_convolutions_are_not_hidden(
     assert names(model, hidden_matrices(model, rest)) == hidden
 
 
-def test_the_two_parts_take_all_parameters_and_norms_and_biases_no_decay() -> None:
+def test_muon_and_adamw_step_all_parameters_and_vectors_have_no_decay() -> None:
     model = Language()
     optimizer = build(model, functools.partial(Muon, lr=0.1, weight_decay=0.5))
     muon, adamw = optimizer.optimizers
@@ -61,7 +61,7 @@ def test_the_two_parts_take_all_parameters_and_norms_and_biases_no_decay() -> No
     assert {group["lr"] for part in optimizer.optimizers for group in part.param_groups} == {0.025}
 
 
-def test_a_pattern_without_a_parameter_and_a_model_without_a_hidden_matrix_are_rejected() -> None:
+def test_an_unmatched_pattern_and_a_model_without_hidden_matrices_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.rest"):
         hidden_matrices(Language(), ["nosuch.*"])
     with pytest.raises(ConfigError):
@@ -69,7 +69,7 @@ def test_a_pattern_without_a_parameter_and_a_model_without_a_hidden_matrix_are_r
 
 
 @pytest.mark.parametrize("start", ["both", "hidden alone"])
-def test_a_group_that_comes_later_is_trained_and_comes_back(start: str) -> None:
+def test_a_group_that_is_added_later_is_trained_and_restored(start: str) -> None:
     torch.manual_seed(0)
     first, later = nn.Linear(4, 4, bias=start == "both"), nn.Linear(4, 4)
 

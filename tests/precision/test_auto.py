@@ -1,4 +1,4 @@
-"""AutoPrecision: the requested format is the one that runs, casts are cached once, fused AdamW clips."""
+"""AutoPrecision: the requested format runs, each weight is cast once per step, fused AdamW clips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.core.errors import ConfigError, NoEffectWarning
-from lightning_eff.precision.auto import AutoPrecision, step_context
+from lightning_eff.precision.auto import AutoPrecision, set_tf32, step_context
 from lightning_eff.precision.float8 import Float8
 from lightning_eff.precision.quantized_base import QuantizedBase
 from tests.support.models import Net, fit
@@ -22,16 +22,8 @@ from tests.support.tf32 import SWITCHES, in_forks
 pytestmark = pytest.mark.filterwarnings("ignore::lightning_eff.core.errors.SlowPathWarning")
 
 
-CUDNN_SWITCHES = [
-    "torch.backends.cudnn.allow_tf32 = False",
-    "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
-    "torch.backends.cudnn.rnn.fp32_precision = 'none'; torch.backends.fp32_precision = 'ieee'",
-    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
-]
-
-
 class Spy(Net):
-    """Remembers the dtype that the first layer computed, and the weight's."""
+    """Record the dtypes of the first layer's output, its weight and its input, and the default dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -47,11 +39,13 @@ class Spy(Net):
         ("bf16-true", torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_computes_and_keeps_what_the_name_says(
+def test_products_and_weights_have_the_dtypes_of_the_precision(
     precision: str, computed: torch.dtype, kept: torch.dtype
 ) -> None:
     model, plugin = Spy(), AutoPrecision(precision=precision)
-    fit(model, plugins=[plugin], max_steps=1)
+    # With an instance of CPUAccelerator, Lightning 2.6.6 autocasts on cuda.
+    fit(model, accelerator=CPUAccelerator(), plugins=[plugin], max_steps=1)
+    assert plugin.device == "cpu"
     assert model.seen[:2] == (computed, kept)
     assert model.seen[3] == kept
     numbers = plugin.outcome().numbers
@@ -65,7 +59,7 @@ def test_computes_and_keeps_what_the_name_says(
 @pytest.mark.parametrize(
     ("capabilities", "chosen"), [({"avx512_f": True}, "32-true"), ({"amx_bf16": True}, "bf16-mixed")]
 )
-def test_auto_takes_bf16_where_it_is_native(
+def test_auto_chooses_bf16_on_a_cpu_that_computes_it(
     capabilities: dict[str, bool], chosen: str, net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
@@ -75,7 +69,7 @@ def test_auto_takes_bf16_where_it_is_native(
 
 
 class Complex(Spy):
-    """Has a complex buffer and a complex parameter in a part, as rotary embeddings and Fourier filters do."""
+    """Has a complex buffer and a complex parameter, as rotary embeddings and Fourier filters do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,8 +129,8 @@ def test_a_layer_used_four_times_is_cast_once(keep_casts: bool, copies: int) -> 
     assert out.dtype == torch.bfloat16
 
 
-def test_a_forward_without_gradient_does_not_cut_the_kept_casts_off() -> None:
-    """Autocast's cache once kept a copy made under no_grad: the weight got no gradient, without an error."""
+def test_a_forward_pass_without_gradients_does_not_fill_the_cache_of_casts() -> None:
+    """Autocast's cache once held a copy made under no_grad: the weight got no gradient, without an error."""
     module = FourTimes()
     with step_context("bf16-mixed", "cpu"):
         with torch.no_grad():
@@ -147,17 +141,9 @@ def test_a_forward_without_gradient_does_not_cut_the_kept_casts_off() -> None:
     assert float(module.layer.weight.grad.abs().sum()) > 0
 
 
-def test_device_is_the_strategys_also_for_an_accelerator_object(net: Callable[..., Net]) -> None:
-    """Lightning 2.6.6 autocasts on cuda when the accelerator is an instance of CPUAccelerator."""
-    model, plugin = Spy(), AutoPrecision(precision="bf16-mixed")
-    fit(model, accelerator=CPUAccelerator(), plugins=[plugin], max_steps=1)
-    assert plugin.device == "cpu"
-    assert model.seen[0] == torch.bfloat16
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_fused_adamw_clips(precision: str, net: Callable[..., Net]) -> None:
-    """Lightning's own plugin raises here (2.6.6)."""
+def test_fused_adamw_clips(precision: str) -> None:
+    """Lightning's own plugin raises an error here (2.6.6)."""
     norms: list[float] = []
 
     class Watch(Net):
@@ -179,55 +165,75 @@ def test_a_modules_own_lbfgs_with_fp16_is_rejected(net: Callable[..., Net]) -> N
         fit(model, plugins=[AutoPrecision(precision="16-mixed")])
 
 
-def test_tf32_warns_on_a_cpu_and_is_set_and_restored_on_cuda(net: Callable[..., Net]) -> None:
-    with pytest.warns(NoEffectWarning, match="tf32=True"):
-        fit(net(), plugins=[AutoPrecision(precision="32-true", tf32=True)], max_steps=1)
-    plugin = AutoPrecision(precision="32-true", device="cuda", tf32=True)
-    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-    plugin.convert_module(nn.Linear(2, 2))
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
-    assert plugin.outcome().effective
-    plugin.teardown()
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+BACKENDS: Any = torch.backends
+NEW_SWITCHES = (
+    *(BACKENDS, BACKENDS.cudnn, BACKENDS.mkldnn, BACKENDS.cuda.matmul),
+    *(BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn, BACKENDS.mkldnn.matmul),
+)
+OLD_SWITCHES = (
+    torch.get_float32_matmul_precision,
+    lambda: BACKENDS.cuda.matmul.allow_tf32,
+    lambda: BACKENDS.cudnn.allow_tf32,
+)
+CUDNN_STATEMENTS = [
+    "torch.backends.cudnn.allow_tf32 = False",
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "torch.backends.cudnn.rnn.fp32_precision = 'none'; torch.backends.fp32_precision = 'ieee'",
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+]
 
 
-STATE = """
-def state():
-    found = []
-    for read in (
-        lambda: torch.get_float32_matmul_precision(), lambda: torch.backends.cuda.matmul.allow_tf32,
-        lambda: torch.backends.cudnn.allow_tf32, *(lambda s=s: s.fp32_precision for s in ALL),
-    ):
+def switches() -> list[Any]:
+    """Return the state of every switch; `raises` for an old one that cannot be read."""
+    found: list[Any] = [switch.fp32_precision for switch in NEW_SWITCHES]
+    for read in OLD_SWITCHES:
         try:
             found.append(read())
         except RuntimeError:
             found.append("raises")
     return found
-def states():
-    # Also after a change at the top, which shows what inherits from it.
-    before, found = b.fp32_precision, [state()]
-    for b.fp32_precision in ("tf32", "ieee", before):
-        found.append(state())
+
+
+def with_each_global_value() -> list[list[Any]]:
+    """Return the state of every switch now and for two values of the global one, which others inherit."""
+    before, found = BACKENDS.fp32_precision, [switches()]
+    for value in ("tf32", "ieee", before):
+        BACKENDS.fp32_precision = value
+        found.append(switches())
     return found
-b = torch.backends
-ALL = (b, b.cudnn, b.mkldnn, b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul)
-from lightning_eff.precision.auto import set_tf32
-def run(tf32):
-    before = states()
-    # Until it is set a convolution has TF32 unless it inherits something; nothing can set that again.
-    initial = any([row[i] for row in before[:3]] == ["tf32", "tf32", "ieee"] for i in CUDNN)
-    restore = set_tf32(enabled=tf32)
-    for switch in (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn):
-        assert (switch.fp32_precision == "tf32") == tf32, switch
-    if "raises" not in before[0]:
-        assert "raises" not in state()
-    restore()
-    assert state() == before[0], (before[0], state())
-    assert states() == before or (initial and not tf32), (before, states())
-CUDNN = [3 + ALL.index(switch) for switch in (b.cudnn.conv, b.cudnn.rnn)]
-"""
+
+
+def set_and_restore() -> str:
+    """Set TF32 both ways, and check each time that restoring it leaves no trace."""
+    for enabled in (True, False):
+        before = with_each_global_value()
+        # Until it is set, cuDNN computes TF32 unless it inherits another value; nothing can set that again.
+        values = list(zip(*before[:3], strict=True))
+        is_initial = any(
+            values[NEW_SWITCHES.index(switch)] == ("tf32", "tf32", "ieee")
+            for switch in (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
+        )
+        restore = set_tf32(enabled=enabled)
+        for switch in (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn):
+            assert (switch.fp32_precision == "tf32") is enabled, switch
+        assert "raises" in before[0] or "raises" not in switches()
+        restore()
+        assert switches() == before[0]
+        assert with_each_global_value() == before or (is_initial and not enabled)
+    return "restored"
 
 
 def test_tf32_is_set_and_restored_exactly_for_every_combination_of_switches() -> None:
-    printed = in_forks([*SWITCHES, *CUDNN_SWITCHES], STATE, "run(True); run(False); print('restored')")
-    assert printed == ["restored"] * len([*SWITCHES, *CUDNN_SWITCHES])
+    statements = [*SWITCHES, *CUDNN_STATEMENTS]
+    assert in_forks(statements, set_and_restore) == dict.fromkeys(statements, "restored")
+
+
+def test_the_plugin_switches_tf32_for_a_run_on_cuda_and_warns_on_a_cpu(net: Callable[..., Net]) -> None:
+    with pytest.warns(NoEffectWarning, match="tf32=True"):
+        fit(net(), plugins=[AutoPrecision(precision="32-true", tf32=True)], max_steps=1)
+    plugin, before = AutoPrecision(precision="32-true", device="cuda", tf32=True), switches()
+    plugin.convert_module(nn.Linear(2, 2))
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("high", True)
+    assert plugin.outcome().effective
+    plugin.teardown()
+    assert switches() == before

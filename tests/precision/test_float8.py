@@ -1,4 +1,4 @@
-"""Float8: which layers, what they compute, what is reported; checkpoints stay as without it."""
+"""Float8: which layers are converted, their values, the report; checkpoints are the same as without it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINEARS = {"first", "second", *(f"blocks.{i}.linear" for i in range(3))}
 
 
 class Block(nn.Module):
-    """Attention's projections, a router and an MLP, with a size that float8 cannot have."""
+    """Projections, a router, a layer whose size float8 does not support, and torch's attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(nn.Module):
         self.tied.weight = self.embedding.weight
 
 
-def test_every_linear_is_listed_once_with_the_reason_why_not() -> None:
+def test_every_linear_layer_is_listed_with_the_reason_if_it_is_not_converted() -> None:
     model = Model()
     whys = {name: why for name, (_, why) in reasons(model, ["head"], None).items()}
     assert whys.keys() == {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
@@ -73,10 +73,10 @@ def test_every_linear_is_listed_once_with_the_reason_why_not() -> None:
     }
     assert "32 x 40" in whys["blocks.0.odd"]
     assert "skip" in whys["head"]
-    assert len(set(whys.values())) == 7, "projection, odd size, router, attention's own, skipped, and tied"
+    assert len(set(whys.values())) == 7, "none, outside of blocks, size, router, attention, skip, and tied"
 
 
-def test_a_weight_that_is_computed_for_each_call_stays() -> None:
+def test_a_layer_whose_weight_is_computed_at_each_call_is_not_converted() -> None:
     spectral = nn.utils.spectral_norm(nn.Linear(32, 32))
     pruned = prune.l1_unstructured(nn.Linear(32, 32), "weight", 0.5)
     model = nn.Sequential(spectral, pruned, nn.Linear(32, 32))
@@ -85,8 +85,8 @@ def test_a_weight_that_is_computed_for_each_call_stays() -> None:
     model(torch.randn(4, 32)).sum().backward()
 
 
-def test_layers_that_lose_by_arithmetic_stay() -> None:
-    """An H100 gains from about the sizes at which torchao's own filter begins, with enough tokens."""
+def test_the_predicted_speedup_exceeds_one_only_for_large_layers_and_batches() -> None:
+    """An H100 gains from about the sizes of torchao's own filter, with enough tokens."""
 
     def times(size: int, gpu: str = "h100", **keywords: Any) -> float:
         return speedup(nn.Linear(size, size, device="meta"), devices.named(gpu), "rowwise", **keywords)
@@ -98,7 +98,7 @@ def test_layers_that_lose_by_arithmetic_stay() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_are_torchaos_to_the_bit(recipe: str, dtype: torch.dtype) -> None:
+def test_values_and_gradients_are_bit_equal_to_torchao(recipe: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ours, config = nn.Linear(32, 48).to(dtype), recipe_config(recipe, emulate=True)
     theirs = nn.Sequential(nn.Linear(32, 48).to(dtype))
@@ -115,16 +115,16 @@ def test_values_and_gradients_are_torchaos_to_the_bit(recipe: str, dtype: torch.
     assert all(itertools.starmap(torch.equal, zip(*results, strict=True)))
     exact = nn.functional.linear(x.double(), *(p.double() for p in ours.parameters()))
     error = (results[0][0].double() - exact).norm() / exact.norm()
-    assert 0.01 < error < 0.06  # 3 bits of mantissa; a wrong scale is 1 and more
+    assert 0.01 < error < 0.06  # of 3 bits of mantissa; a wrong scale has an error of 1 or more
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_zeros_stay_zeros_and_an_empty_batch_is_none(recipe: str) -> None:
-    """A scale without a floor is infinite for a row of zeros, and gives NaN: LoRA begins with such rows."""
+def test_rows_of_zeros_and_an_empty_batch_have_finite_results(recipe: str) -> None:
+    """Without a minimum, a row of zeros has an infinite scale, which gives NaN; LoRA starts with zeros."""
     layer = nn.Linear(32, 16, bias=False)
     convert(layer, recipe_config(recipe, emulate=True))
     x = torch.zeros(4, 32, requires_grad=True)
-    for rows, scale in ((x, 1.0), (torch.randn(4, 32), 0.0)):  # zeros into the layer, and back from it
+    for rows, scale in ((x, 1.0), (torch.randn(4, 32), 0.0)):  # an input of zeros, a gradient of zeros
         (layer(rows) * scale).sum().backward()
         assert layer.weight.grad is not None
         assert torch.equal(layer.weight.grad, torch.zeros(16, 32))
@@ -135,7 +135,7 @@ def test_zeros_stay_zeros_and_an_empty_batch_is_none(recipe: str) -> None:
     assert empty.grad.shape == (0, 32)
 
 
-def test_a_frozen_weight_has_no_gradient_and_its_layer_keeps_no_input() -> None:
+def test_a_layer_with_a_frozen_weight_keeps_no_input_for_the_backward_pass() -> None:
     kept: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def train(model: Any, plugin: Any, *callbacks: Any, **keywords: Any) -> Any:
     return fit(model, *callbacks, plugins=[plugin], **keywords)
 
 
-def test_a_cpu_without_float8_warns_and_trains_in_bf16(deep: Callable[..., Deep]) -> None:
+def test_a_cpu_without_float8_products_warns_and_trains_in_bf16(deep: Callable[..., Deep]) -> None:
     plain = deep()
     train(plain, AutoPrecision(precision="bf16-mixed"))
     model, plugin = deep(), Float8()
@@ -176,8 +176,8 @@ def test_a_cpu_without_float8_warns_and_trains_in_bf16(deep: Callable[..., Deep]
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs one for the CPU")
-def test_compiled_blocks_compute_the_same(deep: Callable[..., Deep]) -> None:
-    """T3: inductor rounds elsewhere, and what rounds the other way is 6 % off; a lost scale is half."""
+def test_compiled_blocks_match_uncompiled_ones(deep: Callable[..., Deep]) -> None:
+    """T3: inductor rounds in other places, and a float8 value that rounds the other way changes by 6 %."""
     losses = []
     for callbacks in ([], [TorchCompile()]):
         model, plugin = deep(dropout=0.0), Float8(emulate=True)
@@ -189,8 +189,8 @@ def test_compiled_blocks_compute_the_same(deep: Callable[..., Deep]) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
 
 
-def test_gradients_that_are_not_finite_are_counted_and_unseen_ones_not_called_finite() -> None:
-    """An optimizer in the backward pass frees them before they can be checked."""
+def test_nonfinite_gradients_are_counted_and_unchecked_ones_reported_as_such() -> None:
+    """An optimizer in the backward pass frees gradients before they can be checked."""
     model, plugin = Deep(), Float8(emulate=True)
     step = model.training_step
 
@@ -207,8 +207,8 @@ def test_gradients_that_are_not_finite_are_counted_and_unseen_ones_not_called_fi
     assert "gradients not checked" in plugin.outcome().did
 
 
-def test_adapters_train_over_a_base_in_float8(deep: Callable[..., Deep]) -> None:
-    """Bases are rowwise whatever the recipe, adapters stay, and rows of zeros (LoRA's B) give no NaN."""
+def test_adapters_train_on_a_base_in_float8(deep: Callable[..., Deep]) -> None:
+    """Frozen layers are rowwise in every recipe, adapters stay, and LoRA's zeros (B) give no NaN."""
     model, plugin = deep(), Float8(emulate=True, recipe="tensorwise")
     model.blocks[1].spare = nn.Linear(16, 16)
     lora = PeftAdapter(options={"r": 16}, target_modules=["linear"])
@@ -221,7 +221,7 @@ def test_adapters_train_over_a_base_in_float8(deep: Callable[..., Deep]) -> None
     assert type(model.blocks[0].linear.base_layer) is nn.Linear
 
 
-def test_saved_in_float8_and_resumed_in_bf16_is_bit_equal(deep: Callable[..., Deep], tmp_path: Path) -> None:
+def test_a_checkpoint_of_float8_resumes_bit_equal_in_bf16(deep: Callable[..., Deep], tmp_path: Path) -> None:
     def run(plugin: Any, max_steps: int, path: Any = None) -> tuple[Any, Deep]:
         model = deep(dropout=0.0)
         keywords = {"max_steps": max_steps, "ckpt_path": path, "default_root_dir": tmp_path}
@@ -248,7 +248,7 @@ def halves(trainer: Any) -> DataLoader[Any]:
 
 
 def gathered_in_float8() -> dict[str, Any]:
-    """Train a layer that FSDP2 gathers in float8 on a mesh of this rank alone, since gloo sends none."""
+    """Train a layer that FSDP2 gathers in float8, on a mesh of one rank, since gloo cannot send float8."""
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -299,8 +299,8 @@ def main(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_does_on_both_halves(tmp_path: Path) -> None:
-    """Each rank scales what it has: the same as one device that accumulates the two halves of a batch."""
+def test_two_ranks_match_one_device_that_accumulates_both_halves(tmp_path: Path) -> None:
+    """Each rank scales its own rows, like each of two accumulated micro-batches."""
     results, _ = results_of_two_ranks(__name__, tmp_path)
     one, plugin = seeded(Deep, dropout=0.0), Float8(emulate=True)
     dataset: Any = make_loader().dataset
@@ -318,7 +318,7 @@ def test_two_ranks_train_as_one_does_on_both_halves(tmp_path: Path) -> None:
     assert (gathered["left False"], gathered["left True"]) == ("Linear", "Float8Linear")
 
 
-def test_conflicts_are_rejected_or_named() -> None:
+def test_invalid_arguments_are_rejected_and_missing_requirements_found() -> None:
     with pytest.raises(ConfigError, match="recipe='rowwise'"):
         Float8(all_gather=True)
     with pytest.raises(ConfigError, match="skip='bloks'"):
@@ -329,7 +329,7 @@ def test_conflicts_are_rejected_or_named() -> None:
     assert rules.check_rules([Float8(emulate=True)], {"run/cpu": "cpu"}) == []
 
 
-def test_the_function_serves_a_plain_loop() -> None:
+def test_to_float8_converts_a_model_for_a_custom_loop() -> None:
     model = Deep()
     listed = to_float8(model, emulate=True)
     assert set(listed) == LINEARS

@@ -1,8 +1,7 @@
-"""Compile the kernels for a GPU that need not be present, as `launch` would, and read their machine code.
+"""Compile the kernels as `launch` does, for a GPU that need not be present, and read their machine code.
 
-Triton's wheel has the assembler and the disassembler: registers, stack, shared memory and instructions are
-known on any Linux machine within seconds. Only the driver is replaced, by one that names a GPU and launches
-nothing.
+Triton's wheel has an assembler and a disassembler, so any Linux machine can count registers, stack, shared
+memory and instructions within seconds. Only the driver is replaced: it names a GPU and launches nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a kernel is compiled for, besides its config."""
+    """The operands that a config is compiled for."""
 
     dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype = torch.bfloat16  # of D and of the bias
@@ -50,11 +49,11 @@ class Variant:
     epilogue: tuple[str, ...] = ()  # any of bias, c, pre, gate, up, d2, gradient
     activation: str | None = None
     tf32: bool = False
-    c_dtype: torch.dtype | None = None  # None for that of D
-    M: int = 512  # the compiler relies on sizes and strides that 16 divides
+    c_dtype: torch.dtype | None = None  # None for the dtype of D
+    M: int = 512  # Triton compiles another kernel for sizes and strides that 16 does not divide
     N: int = 512
     K: int = 512
-    odd: str = ""  # any of a, b, c, d: matrices that begin one element into rows of an odd length
+    odd: str = ""  # any of a, b, c, d: matrices with an odd row length that start at the second element
 
     def matrix(self, name: str, size: tuple[int, int], dtype: torch.dtype, *, by_rows: bool = True) -> Tensor:
         """Return a matrix of zeros, stored by rows or by columns."""
@@ -77,7 +76,7 @@ class Variant:
         )
 
     def shape(self, *, adds: bool = False) -> Shape:
-        """Return what the choice of a config depends on."""
+        """Return the properties that the choice of a config depends on."""
         reads, writes = (sum(name in self.epilogue for name in names) for names in (READ, WRITTEN))
         shape = self.operands(adds=adds).shape(adds=adds)
         return replace(shape, tf32=self.tf32, epilogue_reads=reads, epilogue_writes=writes)
@@ -88,14 +87,14 @@ class Assembly:
     """Properties of machine code."""
 
     registers: int  # per thread
-    stack_bytes: int  # per thread; 0 where nothing is spilled
+    stack_bytes: int  # per thread; 0 if no register is spilled
     shared_bytes: int  # per block
     instructions: dict[str, int]  # counts by kind, see INSTRUCTIONS
 
 
 @contextmanager
 def gpu(name: str, *, tf32: bool = False) -> Iterator[list[Any]]:
-    """Stand in for a GPU of `devices.DEVICES`: kernels are compiled for it and collected, not launched."""
+    """Compile kernels for a GPU of `devices.DEVICES` and collect them, without launching them."""
     device, precision = devices.DEVICES[name], "tf32" if tf32 else "ieee"
     target = GPUTarget("cuda", device.capability, 32)
     driver = SimpleNamespace(
@@ -117,7 +116,7 @@ def gpu(name: str, *, tf32: bool = False) -> Iterator[list[Any]]:
 
 
 def assemble(config: TileConfig, variant: Variant, device: str = "h200") -> list[Assembly]:
-    """Return the machine code of each kernel that a launch runs: two where the config splits K."""
+    """Return the machine code of each kernel that a launch runs: two if the config splits K."""
     given = variant.operands(adds=config.adds)
     d = variant.matrix("d", (variant.M, variant.N), given.out_dtype)
     extra = {

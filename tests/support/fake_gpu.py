@@ -1,4 +1,4 @@
-"""A GPU that is not there, for choices by measurement: torch computes, and a clock says how long it takes."""
+"""A fake GPU for choices by measurement: torch computes the products, and a table holds their times."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CPU = torch.device("cpu")
 
 @dataclass
 class FakeGPU:
-    """An H200 at the place of the CPU."""
+    """An H200 that computes on the CPU."""
 
-    ms: dict[str, float] = field(default_factory=dict[str, float])  # of a call, by name; others 2.0
-    wrong: set[str] = field(default_factory=set[str])  # configs that lose a column
-    broken: set[str] = field(default_factory=set[str])  # those that cannot be compiled
+    ms: dict[str, float] = field(default_factory=dict[str, float])  # a call's time, by config; else 2.0
+    wrong: set[str] = field(default_factory=set[str])  # configs whose last column is 0
+    broken: set[str] = field(default_factory=set[str])  # configs that cannot be compiled
     timed: list[str] = field(default_factory=list[str])
     launched: list[str] = field(default_factory=list[str])
 
     def launch(self, config: TileConfig) -> Callable[..., Tensor]:
-        """Stand in for `Launch`."""
+        """Replace `Launch`."""
 
         def run(operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None) -> Tensor:
             if str(config) in self.broken:
@@ -53,7 +53,7 @@ class FakeGPU:
         return run
 
     def milliseconds(self, run: Any) -> float:
-        """Stand in for the clock."""
+        """Replace the clock."""
         self.launched.clear()
         run()
         name = self.launched[0] if self.launched else LIBRARY
@@ -61,7 +61,7 @@ class FakeGPU:
         return self.ms.get(name, 2.0)
 
     def restart(self) -> None:
-        """Forget everything but files, as another process would."""
+        """Forget everything but the files, as in a new process."""
         dispatch.forget()
         self.timed.clear()
         self.launched.clear()
@@ -73,12 +73,12 @@ class FakeGPU:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What a report lists."""
+        """The choices that a report lists."""
         return dispatch.choices_of(CPU).rows()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeGPU:
-    """Put a fake GPU at the place of the CPU, with the user's cache in a folder."""
+    """Let the CPU pass for a GPU, with the user's cache in a folder."""
     gpu = FakeGPU({LIBRARY: 1.0})
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

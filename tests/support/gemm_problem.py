@@ -1,6 +1,6 @@
-"""GEMMs to check or measure: their tensors, and the bound that a correct result has to keep.
+"""GEMMs to check or measure: their tensors, and the error bound of a correct result.
 
-The tests of the kernels and benchmarks/gpu use it.
+The tests of the kernels and benchmarks/gpu use them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lightning_eff.kernels.tile_configs import Shape, TileConfig
 
 MAX_COPIES = 4096
 MAX_ROWS = 256
-"""Rows that are compared: float64 is slow, and a fault in a tile affects each of its rows."""
+"""Number of rows that are compared: float64 is slow, and a fault in a tile affects each of its rows."""
 U32 = 2.0**-23
 ACTIVATION_SLOPE = 1.2
-"""The largest slope of an activation, by which it enlarges an error."""
+"""The largest slope of an activation, which multiplies an error of its input."""
 aten: Any = torch.ops.aten
 Layer = tuple[int, int, int]
 """Tokens, output features, input features of a linear layer: M, N and K of its forward product."""
 Run = Callable[["Problem"], Tensor]
-"""Computes a problem, and returns the result; what else is stored is in the problem then."""
+"""Computes a problem and returns the result; an MLP's other matrices are stored in the problem."""
 Kind = Literal[
     "plain", "adds", "bias", "fused", "c", "c32", "gated", "activated", "gated gradient", "activated gradient"
 ]
@@ -38,19 +38,19 @@ KIND_ACTIVATIONS: Mapping[str, str] = {
     "activated gradient": "gelu_tanh",
 }  # fmt: skip
 GRADIENTS: Mapping[Kind, Kind] = {"gated": "gated gradient", "activated": "activated gradient"}
-"""Kinds of an MLP: of its up projection, and of the gradient of what goes into its down projection."""
+"""Kinds of an MLP's up projection, and of the gradient of its down projection's input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One GEMM.
 
-    Kinds: `adds`: the product is added in place, as a weight's gradient is. `bias`: a bias is added. `fused`:
-    with a bias and an activation. `c` and `c32`: another matrix is added, of the result's dtype or float32.
+    Kinds: `adds`: the product is added in place, like a weight's gradient. `bias`: a bias is added. `fused`:
+    with a bias and an activation. `c` and `c32`: another matrix is added, in the result's dtype or float32.
 
-    Kinds of an MLP, which store more than the result (kernels/epilogue.py): `gated`: the up projection u of
-    SwiGLU, stored with silu(g) * u. `activated`: the up projection h of GPT, stored with gelu(h). Their
-    `gradient`: of the down projection's input; the gradient of g and u, or of h, is stored, and that input.
+    Kinds of an MLP, which store more than the result (kernels/epilogue.py): `gated`: SwiGLU's up projection
+    u and silu(g) * u. `activated`: GPT's up projection h and gelu(h). Their `gradient`: from the gradient of
+    the down projection's input, the gradients of g and u, or of h; the input is computed and stored again.
     """
 
     M: int
@@ -87,7 +87,7 @@ def cases_of(layers: Iterable[Layer], dtype: torch.dtype) -> list[Case]:
 
 
 def mlp_cases(kind: Kind, layers: Iterable[Layer], dtype: torch.dtype) -> list[Case]:
-    """Return two GEMMs of MLPs, given as their up projections: that, and the gradient of what goes down.
+    """Return two GEMMs per MLP, given by its up projection: that, and the down projection's input gradient.
 
     Example:
         >>> [str(case) for case in mlp_cases("gated", [(2048, 3072, 768)], torch.bfloat16)]
@@ -115,8 +115,8 @@ def reference(
 ) -> Tensor:
     """Compute `activation(alpha * a @ b + beta * c + bias)` in float64; axes as in `gemm`.
 
-    As in BLAS, `a` and `b` are not read where `alpha` is 0, and `c` is not where `beta` is 0: NaN in them
-    does not reach the result then.
+    As in BLAS, `a` and `b` are not read if `alpha` is 0, and `c` is not if `beta` is 0, so NaN in them does
+    not reach the result.
 
     Example:
         >>> reference(torch.ones(2, 3), torch.ones(3, 2), alpha=2.0, bias=torch.tensor([0.0, 1.0]))
@@ -138,13 +138,13 @@ class Problem:
 
     operands: Operands  # C is `d` where the product is added to it
     d: Tensor  # receives the result, [M, N]
-    start: Tensor | None  # what is added to the product: C, or what `d` holds before
-    pre: Tensor | None = None  # receive the other matrices that an MLP stores, as in `Launch`
+    start: Tensor | None  # added to the product: C, or the first value of `d`
+    pre: Tensor | None = None  # with `d2`: the other matrices that an MLP stores, as in `Launch`
     d2: Tensor | None = None
 
     @classmethod
     def draw(cls, case: Case, device: torch.device, *, seed: int = 0) -> Problem:
-        """Draw the operands: N(0, 1), scaled by 1 / sqrt(K) but for what goes into an activation."""
+        """Draw the operands from N(0, 1), scaled by 1 / sqrt(K), except inputs of an activation."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -155,7 +155,7 @@ class Problem:
 
     @classmethod
     def empty(cls, case: Case, device: torch.device) -> Problem:
-        """Allocate the operands alone, for their shapes and strides."""
+        """Allocate operands without values, for their shapes and strides."""
 
         def empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(rows, columns, dtype=dtype, device=device)
@@ -164,7 +164,7 @@ class Problem:
 
     @classmethod
     def of(cls, case: Case, make: Callable[[int, int, torch.dtype], Tensor], device: torch.device) -> Problem:
-        """Make the tensors of a case by `make(rows, columns, dtype)`; the result is NaN at first."""
+        """Create the tensors of a case with `make(rows, columns, dtype)`; the result is NaN at first."""
         m, n, k, dtype, kind = case.M, case.N, case.K, case.dtype, case.kind
         d = torch.full((m, n), math.nan, dtype=case.result_dtype, device=device)
         a = make(k, m, dtype).T if case.layout[0] == "t" else make(m, k, dtype)
@@ -191,19 +191,19 @@ class Problem:
         return [tensor for tensor in (self.pre, self.d2) if tensor is not None]
 
     def shape(self) -> Shape:
-        """Return what dispatch sees of it."""
+        """Return the properties that dispatch depends on."""
         is_sum = self.operands.c is self.d and self.d.dtype == torch.float32
         return self.operands.shape(adds=is_sum, writes=len(self.stored_besides))
 
     def reset(self) -> None:
-        """Fill the results with NaN, or with what the product is added to."""
+        """Fill the results with NaN, or with C if the product is added to it."""
         for result in (self.d, *self.stored_besides):
             result.fill_(math.nan)
         if self.operands.c is self.d and self.start is not None:
             self.d.copy_(self.start)
 
     def rotation(self) -> list[Problem]:
-        """Return this problem and copies of it that together exceed four times the device's L2 cache."""
+        """Return this problem and copies of it, in total larger than four times the device's L2 cache."""
         given = self.operands
         problems: list[Problem] = [self]
         tensors = (given.a, given.b, given.gate, given.up, self.d, *self.stored_besides)
@@ -217,13 +217,13 @@ class Problem:
         return problems
 
     def error(self, result: Tensor, *, rounds_twice: bool = False) -> float:
-        """Return the largest error over what is allowed; infinite where the result is not finite.
+        """Return the largest error over the bound; infinite if the result is not finite.
 
-        Each element has to be within `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|` of the reference
-        in float64, u = 2^-23: any order of a float32 sum, no lost term of it, and one rounding to the
-        result's dtype; with `rounds_twice` more, as torch allows its library in split-K reductions, and as
-        it does before and after an activation. An epilogue enlarges the first term by its slope. What is
-        stored in addition is compared alike.
+        The bound of each element is `|D - ref| <= (K + 2) u (|A| @ |B| + |C|) + eps |ref|`, with a reference
+        in float64 and u = 2^-23. It allows any order of a float32 sum and one rounding to the result's dtype,
+        but no lost term. `rounds_twice` allows one more rounding: torch's library rounds in split-K
+        reductions, and before and after an activation. An epilogue multiplies the first term by its slope.
+        An MLP's other matrices are compared in the same way.
         """
         stored = [result, *self.stored_besides]
         if not all(bool(tensor.isfinite().all()) for tensor in stored):
@@ -237,7 +237,7 @@ class Problem:
         size = reference(a.abs(), given.b.abs(), terms[0], beta=1.0, bias=terms[1])
         info = torch.finfo(given.out_dtype)
         error_of_x = (given.K + 2) * U32 * size
-        if float32_precision(given.a) == "tf32":  # 10 bits of each operand are multiplied
+        if float32_precision(given.a) == "tf32":  # operands have 10 bits of precision
             error_of_x += 2.0**-9 * size
         if rounds_twice:
             error_of_x += info.eps * size
@@ -273,7 +273,7 @@ def run_library(problem: Problem) -> Tensor:
 
 
 def _mlp_by_library(problem: Problem, pre: Tensor) -> Tensor:
-    """Compute a product of an MLP, and what is stored in addition."""
+    """Compute a product of an MLP and the other matrices that it stores."""
     given, d2 = problem.operands, problem.d2
     gate, up = given.gate, given.up
     if not given.gradient:
@@ -302,15 +302,15 @@ def _clone(tensor: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One of the matrices that are stored."""
+    """One of the stored matrices."""
 
     expected: Tensor  # in float64
-    slope: Tensor | float = 1.0  # by which it enlarges an error of the product
-    terms: Tensor | float = 0.0  # what its own operations round, in U32
+    slope: Tensor | float = 1.0  # multiplies an error of the product
+    terms: Tensor | float = 0.0  # rounding of its own operations, in U32
 
 
 def _parts(given: Operands, x: Tensor, gate: Tensor | None, up: Tensor | None) -> Sequence[_Part]:
-    """Return d, `pre` and `d2`, as far as a kind has them, from the product x: the table of epilogue.py."""
+    """Return the expected d, `pre` and `d2` of a kind from the product x: the table of epilogue.py."""
     if given.activation is None:
         return [_Part(expected=x)]
     activate = ACTIVATIONS[given.activation]

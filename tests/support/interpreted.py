@@ -1,10 +1,10 @@
-"""The kernels in Triton's interpreter: generated cases against float64, in their own process.
+"""Generated cases of the kernels in Triton's interpreter, compared with float64.
 
     TRITON_INTERPRET=1 python -m tests.support.interpreted --seed 0 --cases 1000 --json results.json
 
-Every operand lies in a larger buffer of NaN, and so does the result: what is read beyond an edge makes a
-result NaN, and what is written there is seen. Cases take the rows of the table in turn; sizes, formats,
-strides, batch axes and epilogues are drawn.
+Operands and result are parts of larger buffers of NaN: a read beyond an edge makes the result NaN, and a
+write beyond an edge changes the buffer. Cases use `gemm` and the configs in turn; sizes, dtypes, strides,
+batch axes and epilogues are random.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Case:
         self.saves_pre = self.tile is not None and self.activation is not None and self.draw.random() < 0.5
 
     def values(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return numbers: small integers, whose products are exact in any format, or normal ones."""
+        """Return small integers, whose products are exact in any dtype, or normally distributed numbers."""
         if self.kind == "integers":
             return torch.randint(-2, 3, size, generator=self.generator).to(dtype)
         values = torch.randn(size, generator=self.generator).to(dtype)
@@ -77,7 +77,7 @@ class Case:
         return values
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype, batch: tuple[int, ...] = ()) -> Tensor:
-        """Return a matrix amid NaN, by rows or by columns; with gaps where they may be."""
+        """Return a matrix inside a buffer of NaN, stored by rows or by columns, sometimes with gaps."""
         by_rows = self.draw.random() < 0.5
         step = 1 if self.uses_tma else self.draw.choice([1, 1, 2])
         near, far = (columns, rows) if by_rows else (rows, columns)
@@ -96,16 +96,16 @@ class Case:
         return part
 
     def run(self) -> dict[str, Any]:
-        """Compute the case, and return how far it is off."""
+        """Compute the case; return its error over the bound, and whether the buffer is untouched."""
         a = self.matrix(self.M, self.K, self.dtype, self.batch)
         b = self.matrix(self.K, self.N, self.dtype, (3,) if self.batch == (2, 1) else ())
-        if not self.alpha:  # which must not be read
+        if not self.alpha:  # A must not be read
             a.fill_(float("nan"))
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         other = self.draw.choice([self.out_dtype, torch.float32])
         c_batch = self.draw.choice([(), tuple(batch)])
         c = self.matrix(self.M, self.N, other, c_batch) if self.beta and not self.adds else None
-        if not self.beta and self.tile is None:  # which must not be read
+        if not self.beta and self.tile is None:  # C must not be read
             c = torch.full((self.M, self.N), float("nan"), dtype=other)
         bias = self.vector(self.N, other) if self.draw.random() < 0.4 and not self.adds else None
         out, room, inside = self.place(tuple(batch))
@@ -132,26 +132,27 @@ class Case:
         return {"ratio": ratio, "untouched": untouched}
 
     def place(self, batch: tuple[int, ...]) -> tuple[Tensor, Tensor, Any]:
-        """Return where the result goes, the buffer around it, and the place in that."""
+        """Return the memory of the result, the buffer around it, and its index in the buffer."""
         first = 16 // self.out_dtype.itemsize
         pitch = -(-(self.N + 16) // first) * first
         room = torch.full((*reversed(batch), self.M + 2, pitch), float("nan"), dtype=self.out_dtype)
-        room = room.transpose(0, 1) if len(batch) == 2 else room  # no stride from one product to the next
+        room = room.transpose(0, 1) if len(batch) == 2 else room  # then no single stride joins the batch axes
         inside = (..., slice(1, self.M + 1), slice(first, first + self.N))
         return room[inside], room, inside
 
     def size(self, a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return |alpha| |A| @ |B| + |beta| |C| + |bias|, of which an error is a share."""
+        """Return |alpha| |A| @ |B| + |beta| |C| + |bias|, to which errors are proportional."""
         c, bias = (each.abs() if each is not None else None for each in (c, bias))
         return reference(a.abs(), b.abs(), c, alpha=abs(self.alpha), beta=abs(self.beta), bias=bias)
 
     def ratio(self, out: Tensor, expected: Tensor, size: Tensor) -> float:
-        """Return the largest error over what T4 allows; infinite where only one is a number."""
+        """Return the largest error over T4's bound; infinite if NaN or infinity is in another place."""
         if not out.numel():
             return 0.0 if out.shape == expected.shape else float("inf")
         rounded = expected.to(self.out_dtype).double()
         result, finite = out.double(), expected.isfinite()
-        if self.kind == "integers":  # the interpreter rounds to bfloat16 towards 0, where it has to
+        # The interpreter rounds to bfloat16 towards 0, so only values that need no rounding are exact.
+        if self.kind == "integers":
             exact = expected == rounded
             if not torch.equal(result[exact], rounded[exact]):
                 return float("inf")
@@ -166,7 +167,7 @@ class Case:
 
 
 def main() -> None:
-    """Run the cases and write what came of them."""
+    """Run the cases and write the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
@@ -180,7 +181,7 @@ def main() -> None:
 
 
 def results_of(cases: int, seed: int, *, stop: bool = False) -> dict[str, Any]:
-    """Return what failed, the largest share of the bound by format, and how often each kind was drawn."""
+    """Return the failures, the largest error over the bound by dtype, and how often each kind was drawn."""
     failures: list[dict[str, Any]] = []
     worst: dict[str, float] = {}
     seen = Counter[str]()
@@ -191,7 +192,7 @@ def results_of(cases: int, seed: int, *, stop: bool = False) -> dict[str, Any]:
         seen["pre"] += case.saves_pre
         try:
             result = case.run()
-        except Exception:  # noqa: BLE001 - a case that raises is a failure with a name
+        except Exception:  # noqa: BLE001 - a case may raise anything, which is a failure of this case
             failures.append({"seed": drawn, "row": row, "error": traceback.format_exc()[-1500:]})
             continue
         name = str(case.out_dtype).removeprefix("torch.")

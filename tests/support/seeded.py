@@ -1,4 +1,4 @@
-"""Put a fault into a copy of the package on purpose, and run what must find it."""
+"""Put a fault into a copy of the package, and run the tests that must find it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""PyTorch's switches of TF32, old and new; once mixed they stay mixed, so that each case has its process."""
+"""PyTorch's old and new switches of TF32. Mixed ones stay mixed, so each case runs in its own process."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch  # noqa: F401 - the statements use it
 
 SWITCHES = {  # a statement: how float32 is multiplied after it
     "": "ieee",
@@ -15,28 +19,29 @@ SWITCHES = {  # a statement: how float32 is multiplied after it
     "torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
     "torch.backends.cudnn.fp32_precision = 'tf32'": "tf32",  # cudnn's switch is for all of CUDA
     "torch.backends.fp32_precision = 'tf32'": "tf32",
-    "torch.backends.fp32_precision = 'bf16'": "ieee",  # no format of CUDA's
+    "torch.backends.fp32_precision = 'bf16'": "ieee",  # CUDA has no such format
     "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
     "torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
 }
-IN_FORKS = """
-import os, sys, warnings
-import torch
-{imports}
-warnings.simplefilter("ignore")  # PyTorch's, for its older switches
-for statement in {statements!r}:
-    if os.fork() == 0:  # two kinds of switches, mixed, stay mixed until their process ends
-        exec(statement)
-        {code}
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.wait()[1] == 0, statement
-"""
 
 
-def in_forks(statements: list[str], imports: str, code: str) -> list[str]:
-    """Run code after each of several statements, each in its own process, and return the printed lines."""
-    script = IN_FORKS.format(statements=statements, imports=imports, code=code)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def in_forks(statements: Iterable[str], check: Callable[[], object]) -> dict[str, str]:
+    """Execute each statement in a fork of this process; return what `check` returns there, as text."""
+    found: dict[str, str] = {}
+    for statement in statements:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            warnings.simplefilter("ignore")  # PyTorch warns of its older switches
+            try:
+                exec(statement)
+                text = str(check())
+            except BaseException:  # noqa: BLE001 - a fork must never return into pytest
+                text = traceback.format_exc()
+            os.write(writer, text.encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader, encoding="utf-8") as file:  # noqa: PTH123 - a file descriptor
+            found[statement] = file.read()
+        os.waitpid(child, 0)
+    return found
