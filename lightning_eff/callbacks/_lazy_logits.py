@@ -365,9 +365,9 @@ class LateProjection:
 
     @_untraced
     def compute(self, call: Call, reader: str) -> None:
-        """Compute all live logits of a call, as the model would have.
+        """Compute all live logits of a call at once, as the model would have.
 
-        All at once, so that a later write to one of them changes its views too, and nothing else.
+        Then a later write to one of them changes its views too, and nothing else.
         """
         self.readers[reader] += 1
         for each in call.logits:

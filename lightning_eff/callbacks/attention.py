@@ -96,6 +96,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
         if query.is_nested:  # nested tensors have other rules
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
+        # The user's own `sdpa_kernel` may have disabled more backends around this call.
         enabled = [name for name in switched_on() if name in (names or BACKENDS)]
         choice = choose(call, capability, enabled=enabled)
         if names and choice.backend not in names:
@@ -257,6 +258,7 @@ class Attention(Managed):
             "calls": dict(self._calls), "packing": self._how, "packed_batches": packed.num_batches,
             "documents": packed.num_documents, "mask_bytes": packed.mask_bytes,
         }  # fmt: skip
+        # The calls of a compiled model are not counted.
         is_called = bool(self._calls) or not self._is_checked
         effective = (bool(self._names) and is_called) or packed.num_batches > 0 or self._how == "flex"
         return Outcome(did="; ".join(parts), effective=effective, numbers=numbers)

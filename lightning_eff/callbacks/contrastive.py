@@ -137,7 +137,7 @@ class Contrastive(Managed):
         self._num_left_out = 0
         self._num_calls = 0
         self._num_ranks = 1
-        self._last_split = -1  # index of the last split batch; retries compute a batch several times
+        self._last_split = -1  # index of the last split batch
         self._check = ""
         """Reason that the check whether `embed` compares samples could not run."""
 
@@ -211,12 +211,14 @@ class Contrastive(Managed):
         if len(parts) > 1:
             if self._last_split < 0:
                 self._check_apart(module, embed, batch, min(counts))
+            # A batch counts once, although it may call `embed` several times, or be retried.
             index = module.trainer.fit_loop.epoch_loop.total_batch_idx
             size.num_split += index != self._last_split
             self._last_split = index
             outputs = self._embed_parts(module, embed, parts)
         else:
             outputs = [embed(batch)]
+        # [N, *], in the order of the batch; after gathering, in the order of the ranks.
         joined = _joined(outputs, parts)
         if self._num_ranks == 1 or not self.gather:
             return joined
@@ -235,6 +237,7 @@ class Contrastive(Managed):
         counts[module.global_rank] = rows
         dist.all_reduce(counts)
         found: list[int] = counts.tolist()
+        # With another number of micro-batches, a rank would miss a collective and leave the others waiting.
         has_collectives = any(is_sharded(each) for each in module.parameters())
         has_collectives |= any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
         if len(set(found)) > 1 and has_collectives:

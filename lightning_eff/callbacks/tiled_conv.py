@@ -303,7 +303,7 @@ class TiledContainer:
         segments: dict[str, Segment] = {}
         while children:
             num_children, grid = self._segment(children, x) if self._may_tile(x) else (1, None)
-            if grid is None:
+            if grid is None:  # one child, for the full image
                 x = children[0][1](x)
             else:
                 first, last = children[0][0], children[num_children - 1][0]

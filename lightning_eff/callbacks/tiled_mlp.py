@@ -228,6 +228,7 @@ class TiledMLP(Tiling):
     @override
     def outcome(self) -> Outcome:
         """Report how many MLPs were tiled, and the bytes not held."""
+        # An MLP that had one tile in every call was computed as without this callback.
         tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}
         tiles = max((each.max_tiles for each in tiled.values()), default=1)
         not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
@@ -313,7 +314,7 @@ class TiledForward:
         itemsize = torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
         wide_bytes = num_tokens * self._token_wise.widest * NUM_WIDE * itemsize
         budget_bytes = self.budget_bytes or max(MIN_BUDGET_BYTES, x.nbytes)
-        # Rounded up, and at most one tile per token.
+        # The quotient rounded up, and at most one tile per token.
         num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
         self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
         self.max_tiles = max(self.max_tiles, num_tiles)

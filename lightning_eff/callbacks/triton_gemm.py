@@ -78,6 +78,7 @@ def swap(
     swapped: dict[str, TritonLinear] = {}
     for prefix, block in selected.items():
         for name, each in block.named_modules(prefix=prefix):
+            # By exact type: a subclass may compute something else.
             is_large = type(each) is nn.Linear and min(each.in_features, each.out_features) >= min_features
             if is_large and each.weight.requires_grad:
                 each.__class__ = TritonLinear
