@@ -255,11 +255,6 @@ class LateProjection:
         self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
         self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001
 
-    @staticmethod
-    def is_late(module: nn.Module) -> bool:
-        """Return whether a `LateProjection` delays a module's logits."""
-        return "_call_impl" in vars(module)
-
     def restore(self) -> None:
         """Make the module compute its logits at its call again."""
         self._step_hook.remove()

@@ -271,9 +271,9 @@ class Contrastive(Managed):
         return outputs
 
     def _check_apart(self, module: pl.LightningModule, embed: Embed, batch: Any, num_samples: int) -> None:
-        """Reject an `embed` that compares samples, by the mean of a function of rows.
+        """Reject an `embed` that compares samples.
 
-        If samples are independent, the mean over a batch equals the mean over its parts.
+        If it does not, the mean of any function of its rows over a batch equals the mean over parts of the batch.
         """
 
         def run(part: MicroBatchPart) -> Tensor:
@@ -383,7 +383,7 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers rows; the gradient of a row is summed over ranks, because each rank's loss uses all rows.
+    """Gathers the rows of all ranks; sums the gradient of each row, because each rank's loss uses all rows.
 
     The strategy then divides by the number of ranks, which gives the gradient of the mean of all losses.
     """

@@ -1,4 +1,4 @@
-"""Compute chains of convolutions in spatial tiles, so that activations between layers exist for one tile.
+"""Compute chains of convolutions in spatial tiles, so that only one tile's inner activations exist at a time.
 
 For large images and volumes, activations at full resolution are most of a step's memory. A layer is local if
 a pixel of its output depends on a window of its input. Such layers are convolutions, pooling, pointwise
@@ -122,7 +122,7 @@ def _tile(
         if "forward" not in vars(module) and has_windows(module)
     }
     for forward in tiled.values():
-        forward.attach()
+        forward.module.forward = forward
     return tiled
 
 
@@ -318,10 +318,6 @@ class TiledContainer:
             # A container may be called with images of several sizes.
             self.segments = max(segments, self.segments, key=_not_held_bytes)
         return x
-
-    def attach(self) -> None:
-        """Replace the container's forward."""
-        self.module.forward = self
 
     def restore(self) -> None:
         """Restore the container's own forward; a second call does nothing."""

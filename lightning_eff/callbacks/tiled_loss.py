@@ -85,8 +85,8 @@ def tile_loss(
 
 def _tile(model: nn.Module, head: str | None, tile_budget_mib: float | None) -> dict[str, LateProjection]:
     name, module = find_head(model, head) or ("", None)
-    # A second call finds the projection replaced.
-    if module is None or LateProjection.is_late(module):
+    # The call of a projection that is late already is replaced.
+    if module is None or "_call_impl" in vars(module):
         return {}
     return {name: LateProjection(module, name, tile_budget_mib=tile_budget_mib)}
 

@@ -1,4 +1,4 @@
-"""Compute the MLPs of a model in tiles of tokens, so that wide activations exist for one tile at a time.
+"""Compute the MLPs of a model in tiles of tokens, so that only one tile's wide activations exist at a time.
 
 For long sequences, an MLP's wide activations are the largest part of a block's backward pass: two products,
 an activation, their product, a gradient. Here, the forward of each MLP runs over tiles of its tokens, each
