@@ -273,7 +273,7 @@ class Contrastive(Managed):
     def _check_apart(self, module: pl.LightningModule, embed: Embed, batch: Any, num_samples: int) -> None:
         """Reject an `embed` that compares samples.
 
-        If it does not, the mean of any function of its rows over a batch equals the mean over parts of the batch.
+        If it does not, the mean of a function of its rows is the same over a batch as over parts of it.
         """
 
         def run(part: MicroBatchPart) -> Tensor:
