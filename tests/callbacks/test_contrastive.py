@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import CLIPConfig, CLIPModel
 
 from lightning_eff.callbacks.contrastive import Contrastive
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
@@ -103,6 +102,8 @@ class HuggingFace(Pairs):
     """The towers of Hugging Face's CLIP."""
 
     def __init__(self) -> None:
+        from transformers import CLIPConfig, CLIPModel  # takes seconds, which both ranks would wait for
+
         super().__init__()
         size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
         text = size | {"vocab_size": 50, "max_position_embeddings": 8, "bos_token_id": 48, "eos_token_id": 49}

@@ -72,7 +72,7 @@ def test_a_run_matches_the_plain_run_and_restores_the_model() -> None:
     for tiled in (False, True):
         model, technique = Images(), TiledConv(**SMALL)
         parameters, keys = list(map(id, model.parameters())), list(model.state_dict())
-        train(model, *([technique] if tiled else []), num_steps=50)
+        train(model, *([technique] if tiled else []), num_steps=20)
         assert (list(map(id, model.parameters())), list(model.state_dict())) == (parameters, keys)
         models.append(model)
         assert all("forward" not in vars(module) for module in model.modules())
