@@ -3,9 +3,10 @@
     H [T, F] = X [T, K] @ W1.T + b1        A = act(H), or act(G) * H with a gate G [T, F]
     Y [T, N] = A @ W2.T + b2
 
-`callbacks/triton_gemm` calls `fuse_mlps`. Autograd saves H and A, and with a gate also G and act(G). This
-function saves only H and G. The backward pass computes A again from them, in one pointwise pass without a
-GEMM. GEMMs run as in `kernels/linear.py`: same autocast and backends, gradients added in place.
+`callbacks/triton_gemm` calls `fuse_mlps`. For the backward pass, autograd saves H and A, and with a gate also
+G and act(G). This function saves only H and G. The backward pass recomputes A from them, in one pointwise
+pass without a GEMM. GEMMs run as in `kernels/linear.py`: same autocast and backends, gradients added in
+place.
 
 MLPs of GPT- and Llama-like blocks are recognized by their computation, not by their names. Their forward is
 traced symbolically (torch.fx), with linear layers as single operations. An MLP is one of
@@ -62,7 +63,7 @@ class Layers:
 
 
 class FusedMLP:
-    """Replaces the forward of an MLP; it is assigned to the module's attribute `forward`.
+    """Replaces the forward of an MLP, as the module's attribute `forward`.
 
     Args:
         module: The MLP. If it changes after it was recognized, its own forward runs.
@@ -88,7 +89,7 @@ class FusedMLP:
         # [T, K] for T tokens of any batch axes.
         rows = x.to(dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
         backend = self.backend if dispatch.may_use_triton(self.backend, x.device, dtype) else "torch"
-        # Casts made here, outside of the function, are shared with other calls, as autocast's cache does.
+        # Cast outside of the function, so that other calls can use the same casts, as with autocast's cache.
         copies = [None if w.dtype == dtype else low_copy(w, dtype) for w in (up.weight, down.weight)]
         y = _MLP.apply(
             rows, up.weight, down.weight, gate(rows) if gate is not None else None, up.bias, down.bias,
@@ -107,7 +108,7 @@ class FusedMLP:
         if not torch.is_grad_enabled() or matmul.is_traced() or matmul.in_forward_mode():
             return False
         weights = [layer.weight for layer in self.layers.all]
-        # A sharded weight is a full tensor only inside its own module's forward, which is bypassed here.
+        # A sharded weight is a full tensor only in the forward of its own module, which does not run here.
         if any(weight.dtype != weights[0].dtype or is_sharded(weight) for weight in weights):
             return False
         is_cast = matmul.autocast_dtype(x.device.type, x.dtype, weights[0].dtype) is not None
@@ -119,8 +120,8 @@ class FusedMLP:
 def state_of(module: nn.Module, layers: Layers) -> list[Any]:
     """Return the state that an MLP's forward may depend on: its modules, their attributes and their hooks.
 
-    The gate is called as a module, so only its identity counts. Hooks of the MLP itself and torch's global
-    hooks, which the report and `plan` use, are left out.
+    The gate is called as a module, so only its identity counts. The report and `plan` add hooks to the MLP
+    itself and to all modules of torch; these do not count.
     """
     state: list[Any] = []
     for part in module.modules():
@@ -131,7 +132,7 @@ def state_of(module: nn.Module, layers: Layers) -> list[Any]:
         state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in MODULE_HOOKS))
         for name, value in attributes.items():
             if not (part is module and name == "forward"):
-                # Simple values by content, since equal ints may be different objects; others by identity.
+                # Simple values by content, since equal numbers may be different objects; others by identity.
                 state.append(value if isinstance(value, SIMPLE) else id(value))
     return state
 
@@ -146,8 +147,7 @@ class _MLP(torch.autograd.Function):
         backend: str, accumulation: Accumulation | None,
     ) -> Tensor:  # fmt: skip
         used1, used2 = (
-            # Detached, so that `weight.data = ...` before the backward pass does not change the weight used
-            # here.
+            # Detached: `weight.data = ...` before the backward pass must not change the saved weight.
             weight.detach() if copy is None else copy
             for weight, copy in ((weight1, copy1), (weight2, copy2))
         )
@@ -155,9 +155,9 @@ class _MLP(torch.autograd.Function):
         bias1, bias2 = (None if bias is None else bias.to(x.dtype) for bias in (bias1, bias2))
         h, a = _up(x, used1, bias1, gate, activation, backend)
         needs_x, needs_weight1, _, needs_gate, needs_bias1 = ctx.needs_input_grad[:5]
-        # Whether the gradient of H is needed: everything in front of the activation depends on it.
+        # The gradients of everything before the activation need the gradient of H.
         ctx.needs_hidden = needs_x or needs_gate or needs_weight1 or needs_bias1
-        # Not A, which is recomputed from H (and G); and only what the requested gradients need.
+        # Save only what the requested gradients need, and never A, which is recomputed from H and G.
         ctx.save_for_backward(
             x if needs_weight1 else None, gate, h, used1 if needs_x else None,
             used2 if ctx.needs_hidden else None,
@@ -176,18 +176,18 @@ class _MLP(torch.autograd.Function):
         x, gate, h, used1, used2 = ctx.saved_tensors
         _, needs_weight1, needs_weight2, _, needs_bias1, needs_bias2 = ctx.needs_input_grad[:6]
         weight1, weight2 = ctx.weights
-        # `weight_gradient` adds to `weight.grad` in place if no hook of the weight's node would miss that.
-        (_, _), (node1, _), (node2, _), *_ = ctx.next_functions  # autograd nodes of x and both weights
+        # Autograd nodes of x and both weights: `weight_gradient` adds in place unless their hooks forbid it.
+        (_, _), (node1, _), (node2, _), *_ = ctx.next_functions
         grad_x = grad_gate = grad_weight1 = grad_bias1 = grad_weight2 = grad_bias2 = None
         fused = None
         if ctx.needs_hidden and ctx.backend != "torch":
             fused = _fused_gradients(
                 grad, used2, h, gate, ctx.activation, ctx.backend, stores_a=needs_weight2
             )  # fmt: skip
-        if needs_weight2:  # dW2 = dY.T @ A needs A [T, F]: compute it again from H
+        if needs_weight2:  # dW2 = dY.T @ A, with A [T, F] recomputed from H
             a = activated(h, gate, ctx.activation) if fused is None else fused[2]
             grad_weight2 = weight_gradient(grad, a, weight2, node2, *how)
-            # A [T, F] is as large as H: free it before dA is computed.
+            # A is as large as H [T, F]: free it before dA is computed.
             del a
         if needs_bias2:
             grad_bias2 = bias_gradient(grad, ctx.dtypes[1], ctx.backend)
@@ -248,8 +248,7 @@ def _fused_gradients(
     if found is None:
         return None
     d, a, d2 = found
-    # Without a gate: d = dH. With one: d = dG and d2 = dH. `a` is A if it was stored; otherwise it is not
-    # used.
+    # Without a gate, d is dH. With a gate, d is dG and d2 is dH. The caller uses A only if it was stored.
     return (d if d2 is None else d2), (d if is_gated else None), (a if a is not None else d)
 
 
@@ -268,7 +267,7 @@ def fuse_mlps(
     model: nn.Module, *, min_features: int = 256, blocks: BlockSelector = None,
     accumulation: Accumulation | None = None,
 ) -> dict[str, FusedMLP]:  # fmt: skip
-    """Replace the forward of each trained MLP in a model by one function; arguments as in `swap`.
+    """Replace the forward of each trained MLP in a model by one function; arguments as in `triton_gemm.swap`.
 
     Returns:
         The replacement of each forward, by module name; its `restore` undoes it.
@@ -298,10 +297,11 @@ def layers_of(module: nn.Module) -> Layers | None:
     """
     if not _may_be(module):
         return None
-    # The copy shares the parameters: they are only referenced, and may be large.
+    # The copy shares the parameters, which may be large.
     traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     before = dict(vars(traced))
-    with real_tensors(), isolate_rng():  # real tensors, so that drawn numbers change the state in `plan` too
+    # Under the fake tensors of `plan`, drawing random numbers would not change the random state.
+    with real_tensors(), isolate_rng():
         numbers = (torch.get_rng_state(), random.getstate())
         try:
             found = _match(traced, _Tracer().trace(traced))
@@ -309,11 +309,11 @@ def layers_of(module: nn.Module) -> Layers | None:
             found = None
         has_drawn = not torch.equal(torch.get_rng_state(), numbers[0]) or random.getstate() != numbers[1]
     after = vars(traced)
-    # A forward that stores something would stop doing so if it were replaced.
+    # A forward that stores something is not replaced, since the replacement would not store it.
     has_kept = after.keys() != before.keys() or any(after[name] is not before[name] for name in before)
     if found is None or has_drawn or has_kept:
         return None
-    # Translate the copy's layers back to the module's; `modules()` has the same order in both.
+    # From the copy's layers to the module's; `modules()` has the same order in both.
     own: dict[Any, Any] = dict(zip(traced.modules(), module.modules(), strict=True))
     gate = own[found.gate] if found.gate is not None else None
     return replace(found, up=own[found.up], down=own[found.down], gate=gate)

@@ -3,14 +3,15 @@
 `callbacks/tiled_loss` installs a `LateProjection` in place of an output projection's call. It returns
 `LazyLogits`: a tensor with the shape, dtype and device of the logits that holds only the hidden states.
 `RULES` lists the functions that do not need logits. A loss is computed in tiles; a new shape, dtype or scale
-returns new `LazyLogits`. Every other function, and every case that a rule does not cover, gets full logits.
-They are computed as the model would have, with their gradients: correct, slower, and counted in `readers`.
+returns new `LazyLogits`. Every other function gets full logits, and so does every case that a rule does not
+cover. They are computed as the model would have, with their gradients: correct, slower, and counted in
+`readers`.
 
-Losses and full logits are computed by calling the module a second time, with its hooks, inside its forward.
-There ZeRO-3 and FSDP2 have gathered its weights, and prepare for the backward pass only once.
+Losses and full logits are computed inside the module's forward, in a second call with its hooks. ZeRO-3 and
+FSDP2 gather its weights there, and prepare for the backward pass only once.
 
-Why not detect the loss in the code, or replace the model's forward: each model and library calls it by
-different functions. A case missed there would give wrong results; here it is only slower.
+Why not replace the model's loss or its forward: each model and library computes them with other functions. A
+function that such a patch overlooks would give a wrong result; here, the function gets full logits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
@@ -54,9 +55,9 @@ METADATA = {
 }  # fmt: skip
 """Methods and attributes that read no values."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
-"""DeepSpeed's autograd functions (0.19) around a module's output; any other may change the gradient."""
+"""Autograd functions of DeepSpeed 0.19 around a module's output. Other functions may change the gradient."""
 FABRIC = "lightning.fabric.wrappers"
-"""Module of Fabric's hook (2.6) on a model's outputs, which checks that Fabric runs the backward pass."""
+"""Fabric 2.6 adds a hook from this module to a model's outputs: it checks who runs the backward pass."""
 _untraced: Any = torch.compiler.disable
 
 
@@ -95,11 +96,11 @@ class Call:
     """One call of a projection, shared by all logits derived from its result.
 
     Args:
-        projection: The called projection.
+        projection: The projection.
         x: Its input [*batch, D].
-        state: The state that its result depends on, at the time of the call.
+        state: Everything else that its result depends on, at the time of the call.
         autocast: Arguments of `torch.autocast` at the time of the call.
-        logits: All logits of the call; each comes before logits derived from it.
+        logits: All logits of the call, in the order in which they were derived.
         has_loss: Whether a loss was computed in tiles, whose gradient bypasses the logits.
     """
 
@@ -144,7 +145,7 @@ class LazyLogits(Tensor):
         # An attribute (`logits.shape`) arrives as the getter of its descriptor, which has the name.
         if name == "__get__":
             name = func.__self__.__name__
-        # Without this, the calls below would come back to this method, without end.
+        # Otherwise the calls below would call this method again, without end.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             if name in METADATA:
                 return func(*args, **kwargs)
@@ -155,22 +156,22 @@ class LazyLogits(Tensor):
                 result = RULES[func](logits, use)
                 if isinstance(result, dict):
                     has_gradient = torch.is_grad_enabled() and logits.requires_grad
-                    how: dict[str, Any] = {"x": logits.x, "dtype": logits.dtype, "form": logits.form}
-                    how |= {"requires_grad": has_gradient, "origin": (logits, use)}
-                    return _lazy(logits.call, **(how | result))
+                    derived: dict[str, Any] = {"x": logits.x, "dtype": logits.dtype, "form": logits.form}
+                    derived |= {"requires_grad": has_gradient, "origin": (logits, use)}
+                    return _lazy(logits.call, **(derived | result))
                 if result is not None:
                     return result
-            # These read the gradient of the logits, which a tiled loss never forms.
+            # These functions read the gradient of the logits, which a tiled loss never computes.
             if func in (Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad):
                 for each in tree_leaves((args, kwargs)):
                     if isinstance(each, LazyLogits) and each.call.has_loss:
-                        refuse(each)  # their gradient was not formed
+                        refuse(each)
             return func(*_computed(args, name), **_computed(kwargs, name))
 
     @classmethod
     @override
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A call from C++ reaches the dispatcher without `__torch_function__`: compute the logits here.
+        # A call from C++ gets here without `__torch_function__`.
         return func(*_computed(args, str(func)), **_computed(kwargs or {}, str(func)))
 
 
@@ -208,7 +209,7 @@ def _lazy(
     made.call, made.x, made.form, made.origin, made.computed = call, x, form, origin, None
     # A weak reference: logits that the step has dropped are not computed.
     call.logits.append(weakref.ref(made))
-    if requires_grad:  # it gets a gradient only from a function that bypasses torch's function protocol
+    if requires_grad:  # only a function that bypasses torch's function protocol gives them a gradient
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             made.register_hook(refuse)
     return made
@@ -235,9 +236,8 @@ class LateProjection:
                 f"the name of an nn.Linear, or of one with a LoRA adapter, not of {type(module).__name__}"
             )
             raise ConfigError(key="head", value=name, allowed=allowed)
-        # ZeRO-3 gathers a module's weights in its forward, which does not run for lazy logits: gather them at
-        # once.
-        self._gathered = GatheredAtOnce(module) if self._is_adapted else None  # base and adapter
+        # The layers inside an adapted layer are not called, so ZeRO-3 would not gather their weights.
+        self._gathered = GatheredAtOnce(module) if self._is_adapted else None
         self.width: int = self.linear.out_features
         self.tile_budget_mib = tile_budget_mib
         self.num_losses = 0
@@ -248,17 +248,12 @@ class LateProjection:
         """Number of reads of full logits, by function."""
         self.means: list[tuple[object, Tensor]] | None = None
         """Autograd nodes of mean losses, with their numbers of targets; None if they are not needed."""
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # calls with live logits
-        self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
+        self._num_steps = 0  # steps of any optimizer; not every step changes the version of a weight
+        self._step_hook = register_optimizer_step_post_hook(self._count_step)
         self._work: Callable[..., Tensor] | None = None  # replaces the module's forward while set
         self._forward: Callable[..., Tensor] = self.module.forward
         self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
         self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001
-
-    @staticmethod
-    def is_late(module: nn.Module) -> bool:
-        """Return whether a `LateProjection` delays a module's logits."""
-        return "_call_impl" in vars(module)
 
     def restore(self) -> None:
         """Make the module compute its logits at its call again."""
@@ -271,8 +266,11 @@ class LateProjection:
             self._gathered.undo()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Weak references and hooks cannot be pickled, and a copy has no calls.
-        return vars(self) | {"means": None, "_calls": weakref.WeakSet(), "_step_hook": None}
+        # Autograd nodes and hooks cannot be pickled.
+        return vars(self) | {"means": None, "_step_hook": None}
+
+    def _count_step(self, *_: object) -> None:
+        self._num_steps += 1
 
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,14 +286,13 @@ class LateProjection:
             "enabled": torch.is_autocast_enabled(device),
         }  # fmt: skip
         call = Call(self, x, self._state(x), autocast)
-        self._calls.add(call)
         # The logits of `F.linear` would require a gradient in the same cases.
         is_trained = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
         dtype = product_dtype(x, self.linear.weight)
         return _lazy(call, x=x, dtype=dtype, form=Form(), requires_grad=is_trained)
 
     def _obstacle(self, x: Tensor) -> str:
-        """Return the reason that logits must be computed now; empty if they can be computed later."""
+        """Return why logits must be computed now; empty if they can be computed later."""
         if vars(self.module).get("forward") != self._in_forward:
             return "its replaced forward"
         functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
@@ -315,11 +312,11 @@ class LateProjection:
         return ""
 
     def _state(self, x: Tensor) -> tuple[Any, ...]:
-        """Return the state that the logits of x depend on, except its values."""
+        """Return everything except the values of x that its logits depend on."""
         module, parameters = self.module, [*self.module.parameters()]
         # Ids, since an assignment (`layer.weight = ...`) does not change the version of the old weight.
         weights = [(id(each), each.requires_grad, each.dtype) for each in parameters]
-        # Skip sharded tensors, since gathering changes their version, and inference tensors, which have none.
+        # Not of sharded weights, since gathering changes them; inference tensors have none.
         versions = [
             each._version  # noqa: SLF001
             for each in (x, *parameters)
@@ -329,10 +326,11 @@ class LateProjection:
         if self._is_adapted:
             scaling = tuple(module.scaling.items())
             adapter = (tuple(module.active_adapters), module.disable_adapters, module.merged, scaling)
-        return versions, weights, module.training, adapter, vars(module).get("forward") == self._in_forward
+        is_ours = vars(module).get("forward") == self._in_forward
+        return self._num_steps, versions, weights, module.training, adapter, is_ours
 
     def _in_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the forward of the module: run `_work` if it is set."""
+        """Replace the module's forward: run `_work` if it is set."""
         if self._work is None:
             return self._forward(*args, **kwargs)
         linear, low_rank = self.linear, self._low_rank(*args) if self._is_adapted else None
@@ -362,9 +360,9 @@ class LateProjection:
 
     @_untraced
     def compute(self, call: Call, reader: str) -> None:
-        """Compute all live logits of a call, as the model would have.
+        """Compute all live logits of a call at once, as the model would have.
 
-        They are computed at once, so that a later write to one shows in its views, and only there.
+        Then a later write to one of them changes its views too, and nothing else.
         """
         self.readers[reader] += 1
         for each in call.logits:
@@ -379,13 +377,6 @@ class LateProjection:
                 else:
                     source, use = logits.origin
                     logits.computed = use.on(source.computed)  # pyright: ignore[reportArgumentType]
-
-    def compute_held(self, *_: object) -> None:
-        """Compute the logits that are still referenced, before the weights change."""
-        for call in [*self._calls]:
-            if any((logits := each()) is not None and logits.computed is None for each in call.logits):
-                self.compute(call, "a reader after the optimizer step")
-        self._calls.clear()
 
     @_untraced
     def in_tiles(self, logits: LazyLogits, kernel: Any, target: Tensor, **options: Any) -> Tensor:
@@ -440,16 +431,16 @@ def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
-    """Index the hidden states; valid if the index leaves the last axis alone, for any width of it."""
+    """Index the hidden states; valid if the index selects rows and leaves the last axis alone."""
     *batch, width = logits.x.shape
-    # A width that differs from D: the index must be valid, and mean the same, for any last axis.
+    # An index that leaves the last axis alone gives the same rows for a last axis of any other length.
     probe = torch.empty(*batch, logits.call.projection.width + width, device="meta")
-    # Only values of a bool index are read, because the result's size depends on them.
+    # The values of a bool index decide the size of the result; other indices have only a shape here.
     on_meta = tree_map_only(Tensor, lambda i: i if i.dtype == torch.bool else i.to("meta"), use.args[0])
     try:
         found, x = probe[on_meta], use.on(logits.x)
     except (RuntimeError, IndexError):
-        return None  # a mask over classes; or an error, which full logits raise
+        return None  # an index of classes, or an error that indexing the full logits raises
     is_same = x.shape[-1:] == (width,) and found.shape == (*x.shape[:-1], probe.shape[-1])
     return {"x": x} if is_same and not logits.form.is_class_second else None
 
@@ -457,7 +448,7 @@ def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Move the classes from the last axis to the second."""
     meta = torch.empty(logits.shape, device="meta")
-    # Strides too, since two axes of equal length could be exchanged without a change of shape.
+    # Strides too: an exchange of two axes of equal length changes only them.
     found, wanted = use.on(meta), meta.movedim(-1, min(1, meta.ndim - 1))
     is_same = (found.shape, found.stride()) == (wanted.shape, wanted.stride())
     if logits.form.is_class_second or logits.ndim < 3 or not is_same:
@@ -466,7 +457,7 @@ def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _cast(logits: LazyLogits, use: Use) -> Any:
-    """Accept a wider dtype, since tiled losses are at least float32; a narrower one needs full logits."""
+    """Accept a wider dtype, since tiled losses are at least float32. A narrower dtype needs full logits."""
     to = use.on(torch.empty(0, dtype=logits.dtype, device=logits.device))
     if to.device != logits.device:
         return None
@@ -477,7 +468,7 @@ def _cast(logits: LazyLogits, use: Use) -> Any:
 
 
 def _detached(logits: LazyLogits, _: Use) -> dict[str, Any]:
-    # Without grad mode, the caller may be an autograd function that returns its input: keep x's gradient.
+    # Without gradients, an autograd function may be calling this on the input that it returns: keep x.
     x = logits.x.detach() if torch.is_grad_enabled() else logits.x
     return {"x": x, "requires_grad": False}
 
@@ -485,7 +476,7 @@ def _detached(logits: LazyLogits, _: Use) -> dict[str, Any]:
 def _scaled(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Multiply or divide the logits by a number."""
     form, number = logits.form, use.args[0] if len(use.args) == 1 else None
-    # Only positive numbers: a negative one would change the order of the logits and the sign of the soft cap.
+    # Only positive numbers: a negative factor would reverse the order of the logits.
     if use.kwargs or form.is_log or not isinstance(number, (int, float)) or not 1e-30 < number < 1e30:
         return None
     is_quotient = use.func in (Tensor.div, Tensor.__truediv__, torch.div)
@@ -495,7 +486,7 @@ def _scaled(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 def _capped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     form = logits.form
-    # The form has one soft cap; a second tanh needs full logits.
+    # A form has only one soft cap.
     if use.args or use.kwargs or form.is_log or form.softcap is not None:
         return None
     return {"form": replace(form, softcap=form.temperature)}  # tanh(l / t) = t * tanh(l / t) / t
@@ -560,7 +551,7 @@ def _hooked(logits: LazyLogits, use: Use) -> Any:
     """Attach a library's hook that does not read the gradient of logits."""
     hook = use.args[0] if use.args else None
     source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
-    if source.startswith("torch.distributed."):  # FSDP2's hook: the loss has it too
+    if source.startswith("torch.distributed."):  # FSDP2's hook, which the loss has too
         return use.on(logits)
     return use.on(logits.x) if source == FABRIC and logits.x.requires_grad else None
 

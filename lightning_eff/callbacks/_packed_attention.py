@@ -1,11 +1,11 @@
 """Attention within the documents of packed rows, for models of transformers, without a T x T mask.
 
 `callbacks/attention` installs it. Packed rows [B, T] hold several documents; `position_ids` start at 0 in
-each. A variable-length kernel computes all rows as one sequence of B x T tokens. It gets the starts of the
-documents in place of a mask. They are computed once per batch, since every layer gets the same tensor of
-positions.
+each document. A variable-length kernel computes all rows as one sequence of B x T tokens. The kernel gets the
+starts of the documents in place of a mask. The starts are computed once per batch, since every layer gets the
+same tensor of positions.
 
-transformers masks documents only in a call without a cache (its default has one) and without an
+transformers masks documents only in a call without a cache (by default, it makes one) and without an
 `attention_mask`. In any other call, each document silently attends to earlier documents of its row. The hook
 `reject_joined_documents` turns that into an error.
 """
@@ -28,13 +28,13 @@ from lightning_eff.core.errors import ConflictError, Remedy
 NAME = "lightning_eff_varlen"
 """Name under which the attention function is registered with transformers."""
 NOT_COMPUTED = ("dropout", "softcap", "position_bias", "s_aux", "sinks")
-"""Arguments of transformers that change scores; the kernel does not support them."""
+"""Arguments of transformers that change scores, which the kernel does not support."""
 MASK_TENSORS = 2
-"""Number of tensors that a document mask refers to: document numbers and positions."""
+"""Number of tensors in the closure of a document mask: document numbers and positions."""
 MIN_CAPABILITY = 80
 MAX_HEAD_SIZE = 256
 MAX_CHECKED = 4096**2
-"""Maximum number of values of a row's mask that are compared with its documents."""
+"""Maximum number of (query, key) pairs of a row whose mask is compared with its documents."""
 
 
 class Documents(NamedTuple):
@@ -50,7 +50,7 @@ class Documents(NamedTuple):
 
 
 class LateMask:
-    """The mask that `sdpa` would get; it is made only if a batch is not packed.
+    """The mask that `sdpa` would get, made only if a batch is not packed.
 
     Args:
         arguments: Arguments that transformers passes to `sdpa_mask`.
@@ -68,18 +68,17 @@ class LateMask:
     def is_of(self, documents: Documents, window: tuple[int, int]) -> bool:
         """Return whether the mask lets each token attend to exactly its document, window and direction.
 
-        In a row of more than `MAX_CHECKED` pairs, only tokens before its longest document's end are checked.
+        In a row of more than `MAX_CHECKED` pairs, only queries before its longest document's end are checked.
         """
         rows = range(self.arguments["batch_size"])
         return all(self._is_row_of(row, documents.starts, window) for row in rows)
 
     def _is_row_of(self, row: int, starts: Tensor, window: tuple[int, int]) -> bool:
         length, function = self.arguments["kv_length"], self.arguments["mask_function"]
-        # Starts relative to the row, with the row's end as the last one.
+        # Starts relative to the row; the last one is the end of the row.
         starts = starts[(starts >= row * length) & (starts <= (row + 1) * length)] - row * length
         stop = int(starts[1:][starts.diff().argmax()])
-        # Compare queries `first` to `stop` with all keys: at most MAX_CHECKED values, up to the longest
-        # document's end.
+        # Compare queries `first` to `stop`, the end of the longest document, with all keys.
         first = max(0, stop - MAX_CHECKED // length)
         stop = length if first == 0 else stop
         mask = self._make(
@@ -87,12 +86,12 @@ class LateMask:
             batch_size=1, q_offset=first, q_length=stop - first,
         )  # fmt: skip
         keys = torch.arange(length, device=starts.device)
-        # The number of the document of each position.
+        # For each position, the number of its document.
         document = torch.bucketize(keys, starts, right=True)
         distance = keys[first:stop, None] - keys
         seen = document[first:stop, None] == document
         for limit, sign in zip(window, (1, -1), strict=True):
-            # A limit of -1 means no limit, as in `varlen_attn`.
+            # -1 means no limit, as in `varlen_attn`.
             seen &= distance * sign <= (length if limit < 0 else limit)
         return mask is not None and torch.equal(mask[0, 0], seen)
 
@@ -107,13 +106,13 @@ class PackedAttention:
 
     def __init__(self, kernel: Callable[..., Tensor] | None = None) -> None:
         self.kernel: Callable[..., Any] | None = kernel
-        """Kernel with the signature of `torch.nn.attention.varlen.varlen_attn`, the default for None."""
+        """Has the signature of `torch.nn.attention.varlen.varlen_attn`, which None stands for."""
         self.num_batches = 0
         self.num_documents = 0
         self.mask_bytes = 0
         """Bytes of the largest bool mask that was avoided."""
         self._checked: dict[tuple[type[nn.Module], tuple[int, int]], int] = {}
-        """Tokens of the longest document whose mask was checked, by layer class and window."""
+        """By layer class and window: tokens of the longest document whose mask was checked."""
         self._positions: Callable[[], Tensor | None] = lambda: None
         """Weak reference to the positions of the last batch."""
         self._version_and_rows = (0, 0)
@@ -127,7 +126,7 @@ class PackedAttention:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
             Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
         """
-        # Every layer passes the same tensor, so compute its documents once, unless it was written to.
+        # Every layer passes the same tensor: compute its documents again only after a write to it.
         version = 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
         if self._positions() is position_ids and self._version_and_rows == (version, num_rows):
             return self._documents
@@ -137,7 +136,7 @@ class PackedAttention:
         # A document begins where positions do not continue, and at the start of each row.
         begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
         starts = begins.flatten().nonzero().flatten()
-        # Otherwise each row is a single document, and needs no packing.
+        # With as many starts as rows, each row is a single document.
         if len(starts) > num_rows:
             # The kernel takes the starts of all documents, and the end of the last one, in int32.
             starts = functional.pad(starts, (0, 1), value=num_rows * length).to(torch.int32)
@@ -186,7 +185,7 @@ class PackedAttention:
             return sdpa(module, query, key, value, attention_mask, **kwargs)
         is_causal = kwargs.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        # Tokens to the left and to the right, -1 for no limit; `sliding_window` counts the token itself.
+        # Numbers of tokens to the left and to the right; `sliding_window` counts the token itself.
         window = (-1 if sliding_window is None else sliding_window - 1, 0 if is_causal else -1)
         self._check(module, attention_mask, documents, window, kwargs | {"dropout": dropout or None})
         if query.shape[-1] != value.shape[-1]:
@@ -217,14 +216,13 @@ class PackedAttention:
     ) -> None:
         """Reject a layer that changes its scores or has a custom mask.
 
-        A mask is checked once per layer class and window, and again if a document is longer: documents
-        shorter than a window do not reveal it.
+        A mask is checked once per layer class and window. It is checked again for a longer document, because
+        documents that are shorter than the mask's window do not reveal this window.
         """
         rejected = [name for name in NOT_COMPUTED if given.get(name) is not None]
         if rejected:
             raise _rejection(module, ", ".join(rejected))
         kind = type(module), window
-        # A mask that agrees for a long document agrees for shorter ones.
         if documents.longest > self._checked.get(kind, 0):
             if not mask.is_of(documents, window):
                 raise _rejection(module, "a custom mask", "use_cache=False in the model's call")
@@ -234,7 +232,7 @@ class PackedAttention:
 def make_mask(**arguments: Any) -> LateMask | Tensor | None:
     """Return a `LateMask` if a layer may not need the mask: in training, without a cache.
 
-    A mask that depends on more than the documents, such as the positions of images, is made at once.
+    A mask that depends on more than the documents (for example on the places of images) is made at once.
     """
     late = LateMask(**arguments)
     is_training = torch.is_grad_enabled() and arguments["q_length"] == arguments["kv_length"]
@@ -245,7 +243,7 @@ def make_mask(**arguments: Any) -> LateMask | Tensor | None:
 
 
 def _num_tensors(value: Any) -> int:
-    """Return the number of tensors that a mask's function, or any function in its closure, refers to."""
+    """Count the tensors that a mask function refers to, also through functions in its closure."""
     if isinstance(value, Tensor):
         return 1
     cells = (cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
@@ -253,7 +251,7 @@ def _num_tensors(value: Any) -> int:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Return an operand in autocast's dtype, since autocast does not cast for these kernels."""
+    """Cast an operand to autocast's dtype, which autocast itself does not do for these kernels."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -313,7 +311,7 @@ def switched(model: Any, name: str, function: PackedAttention | None = None) -> 
     before = [(config, config._attn_implementation) for config in configs]  # noqa: SLF001
     model.set_attn_implementation(name)
     try:
-        # The outermost first, because setting a config also sets its nested configs.
+        # In this order, outermost first, because setting a config also sets its nested configs.
         for config, own in before:
             config._attn_implementation = name if own == "sdpa" else own  # noqa: SLF001
         yield

@@ -1,11 +1,11 @@
 """Test whether a module computes each token from that token alone, without reading its weights.
 
-`callbacks/tiled_mlp` calls it before it tiles a module. The test is `f(x) == cat(f(tile), ...)` in float64,
-on random tokens of several samples and on the tiles that `split` makes of them. It runs on a stand-in, a copy
-of the module. There, plain linear layers, which are token-wise by definition, are replaced by cheap functions
-of the same sizes; other parameters are random. So the weights may be sharded, quantized, on the meta device
-or fake (`plan`). The test needs no memory of their size, and changes neither the module nor the random
-generators.
+`callbacks/tiled_mlp` calls `check_token_wise` before it tiles a module. The test is
+`f(x) == cat(f(tile), ...)` in float64, on random tokens of several samples and on the tiles that `split`
+makes of them. It runs on a stand-in, a copy of the module with other weights. Plain linear layers, which are
+token-wise by definition, become cheap functions of the same sizes; other parameters become random. So the
+real weights may be sharded, quantized, on the meta device or fake (`plan`). The test needs no memory of their
+size, and changes neither the module nor the random generators.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ROUTING = (
     *("topk", "sort", "argsort", "nonzero", "_grouped_mm"),
     *("index_add", "index_add_", "scatter", "scatter_add"),
 )
-"""Operations that route tokens to experts. In tiles, an expert gets other tokens, and a loss on the routing
-would see only one tile."""
+"""Operations that route tokens to experts. In tiles, an expert with limited capacity would drop other tokens,
+and a loss on the routing would be computed for one tile alone."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class TokenWise:
 
     Args:
         refusal: Reason that the module cannot be tiled; empty if it is token-wise.
-        widest: Number of features of its widest activation.
-        ranks: Numbers of axes that its input may have.
+        widest: Features of its widest activation.
+        ranks: Numbers of axes with which its input was accepted.
     """
 
     refusal: str = ""
@@ -139,7 +139,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 
 def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
-    """Compare inputs with their tiles; return a refusal, and the input ranks that the module accepts."""
+    """Test inputs of `features`; return a refusal, and the numbers of axes that the module accepts."""
     failure, ranks = FAILS, list[int]()
     for shape in SHAPES:
         # In float64, so that a tolerance of 1e-9 detects a dependence on other tokens.
@@ -156,7 +156,7 @@ def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
 
 
 def _compare(trial: nn.Module, x: Tensor) -> str:
-    """Run the stand-in on all tokens and on their tiles; return why results differ, empty if equal."""
+    """Run the stand-in on all tokens and on their tiles; return how they differ, empty if they do not."""
     before = _contents(trial)
     with _Observed() as observed:
         full = trial(x)
@@ -171,8 +171,8 @@ def _compare(trial: nn.Module, x: Tensor) -> str:
     for tile in split(x, TILE_TOKENS):
         with _Observed() as of_tile:
             outputs.append(trial(tile))
-        # The same count of random numbers per token: a draw per sample, weight or call is not token-wise.
-        # drawn_all / tokens_all must equal drawn_tile / tokens_tile; compared as products of integers.
+        # A draw per sample, weight or call is not token-wise. So each operation must draw the same count per
+        # token: drawn_all / tokens_all == drawn_tile / tokens_tile, here as products of integers.
         per_token = [drawn * tile.shape[-2] for drawn in observed.drawn]
         if per_token != [drawn * x[..., 0].numel() for drawn in of_tile.drawn]:
             return "it draws random numbers that are not per token"
@@ -206,7 +206,7 @@ class _Observed(TorchDispatchMode):
 
 def stand_in(module: nn.Module) -> nn.Module:
     """Return a float64 CPU copy without hooks: linear layers replaced, other parameters random."""
-    # `deepcopy` takes an object's copy from `memo` if it is there, so replaced layers are never copied.
+    # `deepcopy` takes from `memo` what is there already, so the replaced layers are not copied.
     memo: dict[int, Any] = {}
     for part in module.modules():
         if isinstance(part, nn.Linear) and _is_plain(part):
@@ -226,12 +226,9 @@ def stand_in(module: nn.Module) -> nn.Module:
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Return whether a linear layer computes only a product with its weight, since a subclass may add more.
-
-    FSDP2's subclass has no forward. Layers of `LINEARS` at most round tokens together.
-    """
+    """Return whether a linear layer computes only the product with its weight."""
     own = dict(linear.named_parameters(recurse=False))  # a parametrized weight is not among them
-    # A subclass of a known package keeps the meaning of `nn.Linear`; any other may compute something else.
+    # A subclass may compute anything, unless it has no forward (FSDP2's) or belongs to a package in LINEARS.
     is_known = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith(LINEARS)
     return is_known and "weight" in own and "forward" not in vars(linear)
 
@@ -242,7 +239,7 @@ class _CheapLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = in_features, out_features, None
-        # Adapters read its dtype; a product with it would be token-wise too.
+        # Adapters read its dtype. A module that multiplies by it stays token-wise.
         self.weight = torch.full((), 0.5).double().expand(out_features, in_features)
         self.scale = torch.randn(out_features).double()
         # Every output depends on a different input and, through the mean, on all features of the token.

@@ -1,14 +1,17 @@
 """Choose the backends of `F.scaled_dot_product_attention`, and compute packed rows without dense masks.
 
 torch takes the first backend that accepts a call. It silently falls back to `math`, which holds all T x T
-scores. `backend` lists the allowed backends, by priority. Each call in the first batch is checked. If only
-`math` would remain, the run stops with the reason, before an optimizer step.
+scores. `backend` lists the allowed backends, by priority. Each call in the first batch is checked. If no
+allowed backend accepts a call, the run stops with the reasons, before an optimizer step.
 
 Packed rows of several documents need a mask that keeps attention within each document. transformers makes it
-dense: B x T x T values, and again as floats in every layer. With `packing=auto`, models of transformers
-compute packed rows by variable-length kernels (half precision on CUDA). If those are unavailable, they use
-compiled FlexAttention (CUDA), or else the dense mask, as on a CPU. The run's report has the mask's bytes.
-`sdpa` computes batches without packed documents.
+dense: B x T x T values, and again as floats in every layer. `packing=auto` takes the first method that works:
+
+- variable-length kernels: half precision on CUDA;
+- compiled FlexAttention: CUDA;
+- the dense mask: always, also on a CPU. The run's report has its bytes.
+
+Batches without packed documents are computed by `sdpa`.
 
 Saves: scores and dense masks of attention, B x T x T values per layer. Nothing if a fused kernel already
     runs; the report names the kernel.
@@ -64,8 +67,6 @@ from lightning_eff.report.advice import Observed, Suggestion
 Packing = Literal["auto", "varlen", "flex", "dense"]
 NO_BACKEND = Remedy("callbacks.attention.backend=null", "Attention(backend=None)")
 ON_CPU = ("flash", "math")
-NO_KERNEL = "No available kernel"
-"""torch's message for a call that no backend accepts, in a later batch or in compiled code."""
 
 
 @contextmanager
@@ -95,6 +96,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
         if query.is_nested:  # nested tensors have other rules
             return attend(query, key, value, *args, scale=scale, **kwargs)
         call = AttentionCall.of(query, key, value, *args, **kwargs)
+        # The user's own `sdpa_kernel` may have disabled more backends around this call.
         enabled = [name for name in switched_on() if name in (names or BACKENDS)]
         choice = choose(call, capability, enabled=enabled)
         if names and choice.backend not in names:
@@ -158,7 +160,7 @@ class Attention(Managed):
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest `scaled_dot_product_attention` for a model that computes scores itself, without dropout."""
-        # Scores are recognized by their size, since nothing else links an allocation to a call.
+        # Recognize scores by their size: an allocation does not name the call that made it.
         held = {row.score_bytes // row.calls: row for row in run.attention if row.backend == "softmax"}
         found = {
             index: each.operation
@@ -166,7 +168,7 @@ class Attention(Managed):
             if (row := held.get(run.sizes[index]))
             and (each.path in row.modules or each.operation == "_softmax")
         }
-        # With dropout on a CPU, torch would compute the scores anyway.
+        # On a CPU, torch computes the scores of a call with dropout anyway.
         if not found or any("dropout" in name or "bernoulli" in name for name in found.values()):
             return None
         calls, num_bytes = sum(row.calls for row in held.values()), max(held)
@@ -204,16 +206,6 @@ class Attention(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._first_batch.close()
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if self._names and NO_KERNEL in str(exception):
-            names = ", ".join(self._names)
-            exception.add_note(f"only {names} may compute attention, and no earlier call was rejected")
-            exception.add_note(f"  try: dropout 0.0 and no mask in this call\n  try: {NO_BACKEND}")
-        super().on_exception(trainer, pl_module, exception)
 
     def _pack(self, model: Any, dtype: torch.dtype, *, is_compiled: bool) -> None:
         """Let a model of transformers compute packed rows with the best available method."""
@@ -266,6 +258,7 @@ class Attention(Managed):
             "calls": dict(self._calls), "packing": self._how, "packed_batches": packed.num_batches,
             "documents": packed.num_documents, "mask_bytes": packed.mask_bytes,
         }  # fmt: skip
+        # The calls of a compiled model are not counted.
         is_called = bool(self._calls) or not self._is_checked
         effective = (bool(self._names) and is_called) or packed.num_batches > 0 or self._how == "flex"
         return Outcome(did="; ".join(parts), effective=effective, numbers=numbers)
@@ -279,7 +272,7 @@ def _transformers_models(module: nn.Module) -> list[Any]:
 
 
 def _called_by_users(model: nn.Module) -> list[Any]:
-    """Return the transformers models inside a model (such as a head and its base model) that make masks."""
+    """Return the modules of a model that make a mask when a user calls them: the head and its base model."""
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
-    # The package flash_attn always finds documents by their positions.
+    # The package flash_attn needs no mask: it finds documents by their positions.
     return [part for part in parts if not part.config._attn_implementation.startswith("flash")]  # noqa: SLF001

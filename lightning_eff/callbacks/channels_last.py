@@ -6,13 +6,13 @@ This callback converts the weights of 2D and 3D convolutions before training. In
 images that one of these convolutions accepts. Values, names and checkpoints stay the same; only strides
 change.
 
-Weights stay contiguous under FSDP2 and DeepSpeed, or if they share memory with another tensor. They are then
-converted in each call.
+Weights stay contiguous under FSDP2 and DeepSpeed, or if they share memory with another tensor. The library
+then converts them in each call.
 
 Saves: transpositions around each convolution on a GPU with tensor cores.
 Costs: a copy of each batch. Code that calls `view` on images or weights may need `reshape` instead, and
     `as_strided` on an image reads other pixels. Random numbers in the shape of an image (`randn_like`,
-    dropout) are drawn in memory order, so the same seed gives other values.
+    dropout) are drawn in memory order, so a seed gives other values than in a contiguous image.
 When not: on a GPU in float32 without TF32; if `compare` shows no gain.
 Conflicts: bitsandbytes' optimizers and `torch.optim.LBFGS`, which need contiguous weights.
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
@@ -59,8 +59,8 @@ class ChannelsLast(Managed):
     try_as = (Try(),)
 
     def __init__(self) -> None:
-        self._takes: set[tuple[int, int]] = set()  # (axes, channels) of images that convolutions accept
-        self._weights: list[Tensor] = []  # converted weights
+        self._accepted: set[tuple[int, int]] = set()  # (axes, channels) of images that convolutions accept
+        self._weights: list[Tensor] = []  # the converted ones
         self._num_images = 0
 
     def facts(self) -> Facts:
@@ -76,22 +76,22 @@ class ChannelsLast(Managed):
         self._weights, self._num_images = [], 0
         strategy: Any = trainer.strategy
         move = strategy.batch_to_device
-        # Why not a batch hook of the module or data module: it would hide the user's.
+        # Why not a batch hook of the module or data module: it would hide the user's own hook.
         strategy.batch_to_device = lambda *args, **keywords: tree_map(self._convert, move(*args, **keywords))
         self.cleanup.callback(vars(strategy).pop, "batch_to_device", None)
         self.cleanup.callback(model_surgery.restore, pl_module)
         apply = functools.partial(self._apply, trainer)
         model_surgery.queue(trainer, pl_module, model_surgery.Stage.MEMORY_FORMAT, apply)
-        self.cleanup.callback(self._arrange, trainer, CONTIGUOUS)  # the optimizer too may outlive the run
+        self.cleanup.callback(self._arrange, trainer, CONTIGUOUS)
 
     def _apply(self, trainer: pl.Trainer, model: nn.Module) -> int:
         layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, CONVOLUTIONS)]
         # The axes of an image: samples, channels and as many spatial axes as the kernel has.
-        self._takes = {(len(layer.kernel_size) + 2, layer.in_channels) for layer in layers}
+        self._accepted = {(len(layer.kernel_size) + 2, layer.in_channels) for layer in layers}
         # Not `layer.weight`: a parametrized layer computes it, which changes the state of spectral_norm.
         weights = [p for layer in layers for p in layer.parameters(recurse=False)]
         new = [w for w in weights if _is_image(w) and not w.is_contiguous(memory_format=FORMATS[w.ndim])]
-        # Skip weights that share memory with another tensor: conversion would separate them.
+        # A conversion copies: weights that share memory would no longer do so.
         tensors = (*model.parameters(), *model.buffers())
         memories = [tensor.untyped_storage() for tensor in tensors if _is_dense(tensor)]
         shared = Counter(map(id, memories))
@@ -112,7 +112,7 @@ class ChannelsLast(Managed):
                 state.update({name: _in_format(value, formats) for name, value in state.items()})
 
     def _convert(self, value: Any) -> Any:
-        if not _is_image(value) or (value.ndim, value.shape[1]) not in self._takes:
+        if not _is_image(value) or (value.ndim, value.shape[1]) not in self._accepted:
             return value
         self._num_images += 1
         return _in_format(value, FORMATS)
@@ -124,7 +124,7 @@ class ChannelsLast(Managed):
             self.cleanup.callback(hook.remove)
 
     def _match_in_step(self, trainer: pl.Trainer, _: Any, args: Any, keywords: dict[str, Any]) -> Any:
-        """Fix formats after loads and assignments: fused CPU optimizers read all tensors in memory order."""
+        """Restore formats that loads and assignments changed: fused CPU optimizers read in memory order."""
         closure = keywords.get("closure") or (lambda: None)
 
         def computed() -> Any:
@@ -137,7 +137,7 @@ class ChannelsLast(Managed):
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        # A checkpoint has contiguous tensors, so it does not depend on this technique.
+        # Contiguous, so that a checkpoint does not depend on this technique.
         stored = functools.partial(_in_format, formats=CONTIGUOUS)
         weights = checkpoint.get("state_dict", {})
         weights.update(tree_map(stored, dict(weights)))

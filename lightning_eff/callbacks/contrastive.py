@@ -1,17 +1,18 @@
 """Train with a contrastive loss over a large batch, in the memory of a micro-batch (gradient caching).
 
 The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
-`return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. It
-embeds the batch in micro-batches without keeping activations, and returns the embeddings of the full batch,
-gathered from all ranks. When the loss's backward pass reaches the embeddings, each micro-batch is computed
-again, and the pass continues through it with the gradient of its rows. Why one backward pass, not one per
-micro-batch with a surrogate loss: everything else works as without this callback. That includes loss scaling,
-accumulation, reduction over ranks, backward hooks and parameters of the loss (a temperature).
+`return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. The
+replacement embeds the batch in micro-batches without keeping activations. It returns the embeddings of the
+full batch, gathered from all ranks. When the loss's backward pass reaches the embeddings, it recomputes each
+micro-batch, and continues through the micro-batch with the gradient of its rows. Why not one backward pass
+per micro-batch, with a surrogate loss: with a single pass, everything else works as without this callback.
+That includes loss scaling, accumulation, reduction over ranks, backward hooks and parameters of the loss (a
+temperature).
 
-A micro-batch is computed again with the random numbers, autocast, attributes and buffers of the first time.
-Anything that it writes or logs the second time is dropped. `embed` must not compare samples; a few samples
-are checked before the first split. `embed` may be called several times in a step (for two views). Its results
-have one row per sample: embeddings, and labels if the loss needs them.
+A recomputed micro-batch has the random numbers, autocast, attributes and buffers of its first computation;
+whatever it writes or logs is dropped. `embed` must not compare samples; a few samples are checked before the
+first split. `embed` may be called several times in a step (for two views). Its results have one row per
+sample: embeddings, and labels if the loss needs them.
 
 Each rank computes the loss over the embeddings of all ranks; the step minimizes the mean of these losses.
 Ranks may have batches of different sizes, unless they shard parameters. In a step of several batches, samples
@@ -24,14 +25,14 @@ Saves: activations: only one micro-batch's activations are in memory at a time. 
     tensors, still grow with the batch.
 Costs: one more forward pass of `embed`. Each micro-batch keeps its random states, copies of changed buffers,
     and its graph without tensors, in host memory (0.3 MB for 80 modules). Micro-batches' gradients are summed
-    in the weights' dtype (under FSDP2, in the gathered weights' dtype). This sum exists next to the gradients
-    of earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange embeddings and
-    their gradients, which `plan` does not count.
+    in the weights' dtype (under FSDP2, in the gathered weights' dtype), separately from the gradients of
+    earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange embeddings and their
+    gradients, which `plan` does not count.
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. An `embed` that changes its inputs or frozen parameters in place,
-    and a `training_step` without `embed`, stop the run. Not detected are changes through `.data` (a momentum
-    encoder inside `embed`), which happen once per micro-batch.
+    and a `training_step` without `embed`, stop the run. Changes through `.data` inside `embed` (a momentum
+    encoder) are not detected; they happen once per micro-batch.
 Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
     https://arxiv.org/abs/2101.06983
 """
@@ -71,7 +72,7 @@ WITHOUT = Remedy("~callbacks.contrastive", "remove Contrastive")
 ONE_LINE = "def training_step(self, batch, batch_idx): return self.similarity_loss(self.embed(batch))"
 OWNER = ("callbacks.contrastive", "Contrastive")
 PREDICTED_PARTS = 32
-"""Maximum number of micro-batches per batch in a prediction."""
+"""Maximum number of micro-batches per batch that a prediction runs."""
 Embed = Callable[[Any], Any]
 
 
@@ -136,18 +137,18 @@ class Contrastive(Managed):
         self._num_left_out = 0
         self._num_calls = 0
         self._num_ranks = 1
-        self._last_split = -1  # index of the last split batch; retries compute a batch several times
+        self._last_split = -1  # index of the last split batch
         self._check = ""
         """Reason that the check whether `embed` compares samples could not run."""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Skip micro-batches in the middle of a batch, which need as much memory as the others."""
+        """Skip micro-batches in the middle of a large batch, to predict in seconds."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
 
     def assumptions(self) -> list[str]:
-        """Return the parts of a step that a prediction does not count."""
+        """Return what a prediction does not count."""
         text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: buffers that the others change"
         return [f"{text} are not counted"] if self._num_left_out else []
 
@@ -210,12 +211,14 @@ class Contrastive(Managed):
         if len(parts) > 1:
             if self._last_split < 0:
                 self._check_apart(module, embed, batch, min(counts))
+            # A batch counts once, although it may call `embed` several times, or be retried.
             index = module.trainer.fit_loop.epoch_loop.total_batch_idx
             size.num_split += index != self._last_split
             self._last_split = index
             outputs = self._embed_parts(module, embed, parts)
         else:
             outputs = [embed(batch)]
+        # [N, *], in the order of the batch; after gathering, in the order of the ranks.
         joined = _joined(outputs, parts)
         if self._num_ranks == 1 or not self.gather:
             return joined
@@ -234,6 +237,7 @@ class Contrastive(Managed):
         counts[module.global_rank] = rows
         dist.all_reduce(counts)
         found: list[int] = counts.tolist()
+        # With another number of micro-batches, a rank would miss a collective and leave the others waiting.
         has_collectives = any(is_sharded(each) for each in module.parameters())
         has_collectives |= any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
         if len(set(found)) > 1 and has_collectives:
@@ -267,14 +271,14 @@ class Contrastive(Managed):
         return outputs
 
     def _check_apart(self, module: pl.LightningModule, embed: Embed, batch: Any, num_samples: int) -> None:
-        """Reject an `embed` that compares samples, by the mean of a function of rows.
+        """Reject an `embed` that compares samples.
 
-        If samples are independent, the mean over a batch equals the mean over its parts.
+        If it does not, the mean of a function of its rows is the same over a batch as over parts of it.
         """
 
         def run(part: MicroBatchPart) -> Tensor:
             rows = [leaf for leaf in tree_leaves(embed(part.batch)) if leaf.is_floating_point()]
-            # Why the sine: the mean of centered rows is 0, so it could not detect centering.
+            # Why the sine: the mean of centered rows is 0, so a plain mean would not detect centering.
             return torch.stack([row.reshape(len(row), -1).sin().sum(1).mean() for row in rows]).sum()
 
         size = MicroBatchSize(None, is_auto=False, splitter=self.splitter, keep=self._size.keep)
@@ -348,12 +352,12 @@ def _embed_again_in_backward(
             output = embed(batch)
             state.end_forward()
             return output
-        # In the backward pass: the same state as before, and nothing is logged a second time.
+        # In the backward pass: the state of the first computation, and nothing is logged a second time.
         with state.again("embed"):
-            vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # reinstated by `again`
+            vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # `again` removes them
             return embed(batch)
 
-    # An empty tensor, from which `checkpoint` takes the device of random numbers and autocast.
+    # `checkpoint` takes the device of random numbers and autocast from its tensor arguments.
     device = torch.empty(0, device=module.device)
     return checkpoint(run, batch, device, use_reentrant=False, early_stop=early_stop)
 
@@ -379,7 +383,7 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers rows; the gradient of a row is summed over ranks, because each rank's loss uses all rows.
+    """Gathers the rows of all ranks; sums the gradient of each row, because each rank's loss uses all rows.
 
     The strategy then divides by the number of ranks, which gives the gradient of the mean of all losses.
     """
@@ -388,7 +392,7 @@ class _Gather(torch.autograd.Function):
     @override
     def forward(ctx: Any, rows: Tensor, counts: Sequence[int], rank: int) -> Tensor:
         ctx.first, ctx.num_rows = sum(counts[:rank]), len(rows)
-        # Every rank fills in its own rows, so the sum over ranks is the concatenation.
+        # All other rows are 0, so the sum over ranks is the concatenation.
         gathered = rows.new_zeros(sum(counts), *rows.shape[1:])
         gathered[ctx.first : ctx.first + ctx.num_rows] = rows
         # Why not `all_gather`: it needs equal numbers of rows. Booleans have no sum, so reduce them as bytes.

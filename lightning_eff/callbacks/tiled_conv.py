@@ -1,11 +1,12 @@
-"""Compute chains of convolutions in spatial tiles, so that activations between layers exist for one tile.
+"""Compute chains of convolutions in spatial tiles, so that only one tile's inner activations exist at a time.
 
 For large images and volumes, activations at full resolution are most of a step's memory. A layer is local if
 a pixel of its output depends on a window of its input. Such layers are convolutions, pooling, pointwise
-activations, dropout, and normalization over channels or in evaluation mode. Here, consecutive local children
-of an `nn.Sequential` form a segment, which one autograd function computes in tiles with a halo. The forward
-pass keeps only the segment's input, and the backward pass computes one tile at a time again. Parameters,
-names and checkpoints stay the same, hooks of the container run once, and each weight gets one gradient.
+activations, dropout, and normalization over channels or in evaluation mode. Consecutive local children of an
+`nn.Sequential` form a segment. One autograd function computes the segment in overlapping tiles; the overlap
+is the halo. The forward pass keeps only the segment's input, and the backward pass recomputes one tile at a
+time. Parameters, names and checkpoints stay the same, hooks of the container run once, and each weight gets
+one gradient.
 
 Every other child ends a segment and is computed for the full image:
 
@@ -14,20 +15,23 @@ Every other child ends a segment and is computed for the full image:
 - padding with anything but zeros, and pooling with `ceil_mode`;
 - a class that is not torch's own, hooks on a layer, and sharded weights.
 
-Layers that your own forward calls one after another are not tiled, because other code may read the
+Layers that a custom forward calls one after another are not tiled, because the forward may read the
 activations between them. Put them into an `nn.Sequential`.
 
-A segment is tiled if its input has at least `min_pixels` and one tile exceeds the budget. In addition, at
-most a quarter may be computed twice for the halo, and the tiles must hold less than the layers would keep.
-Arithmetic decides both before anything runs. Samples have no halo, so a batch is divided first. A chain with
-a larger halo is cut into shorter ones. Evaluation is tiled too. It saves memory there as well, and dropout
-draws the same numbers in a forward pass with and without gradients.
+A segment is tiled under these conditions, which are calculated before anything runs:
+
+- its input has at least `min_pixels`, and a single tile would exceed the budget;
+- the halo adds at most a quarter of the pixels;
+- the tiles hold less than the layers would keep.
+
+Samples have no halo, so a batch is divided first. A chain with a larger halo is cut into shorter ones. Tiles
+are used in evaluation too: they save memory, and dropout draws the same numbers with and without gradients.
 
 Saves: activations between the convolutions of a chain, on large images and volumes.
-Costs: one more forward of the segments, at most a third of their operations, and the halo. Nothing more in
-    blocks that `callbacks/gradient_checkpointing` recomputes and that end with the segment. If a block saves
-    something after the segment (a norm, a second segment), the segment is computed three times. Dropout draws
-    per tile: statistically equal, not bit for bit. No second derivatives.
+Costs: one more forward of the segments, at most a third of their operations, and the halo. A block that
+    `callbacks/gradient_checkpointing` recomputes costs nothing more if it ends with the segment. If it saves
+    something later (a norm, a second segment), the segment is computed three times. Dropout draws per tile:
+    statistically equal, not bit for bit. No second derivatives.
 When not: images are small (a message says so); norms over all pixels, which end a chain.
 Conflicts: `callbacks/torch_compile`, which unrolls tiles; `callbacks/gradient_checkpointing` with
     `selective`, which would keep the convolutions of all tiles.
@@ -118,18 +122,15 @@ def _tile(
         if "forward" not in vars(module) and has_windows(module)
     }
     for forward in tiled.values():
-        forward.attach()
+        forward.module.forward = forward
     return tiled
 
 
 def _containers(model: nn.Module, modules: BlockSelector) -> dict[str, nn.Module]:
-    """Return the selected containers and all containers inside them; by default all."""
+    """Return the selected containers and all containers inside them; by default the model's."""
     selected = {"": model}
     if modules is not None:
-        try:
-            selected = model_surgery.select_blocks(model, modules)
-        except ConfigError as error:
-            raise ConfigError(key="modules", value=error.value, allowed=error.allowed) from error
+        selected = model_surgery.select_blocks(model, modules, key="modules")
         for name, module in selected.items():
             if not is_container(module):
                 allowed = f"modules of class nn.Sequential with its forward; {type(module).__name__} is none"
@@ -187,7 +188,7 @@ class TiledConv(Tiling):
         self.min_pixels = min_pixels
 
     def facts(self) -> Facts:
-        """Reject compiled blocks, and techniques that keep the products of tiles."""
+        """Reject compiled blocks."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
@@ -247,14 +248,14 @@ Child = tuple[str, nn.Module, tuple[LocalLayer, ...] | str]
 
 @dataclass(frozen=True)
 class Segment:
-    """Figures of children that were computed in tiles, for the report.
+    """Children that were computed in tiles, for the report.
 
     Args:
         num_layers: Layers of the children.
         num_tiles: Tiles of an input.
         shape: Shape of that input.
-        halo: Fraction of the layers' outputs that was computed more than once.
-        not_held_bytes: Bytes between the layers that would have been kept for the backward pass.
+        halo: Pixels of the layers' outputs that were computed a second time, as a fraction of all.
+        not_held_bytes: Bytes of activations that the layers would have kept for the backward pass.
     """
 
     num_layers: int
@@ -265,11 +266,11 @@ class Segment:
 
 
 class TiledContainer:
-    """Replaces the forward of an `nn.Sequential`; it is assigned to the attribute `forward`.
+    """Replaces the forward of an `nn.Sequential`, as the module's attribute `forward`.
 
-    Each call determines the segments by the layers' flags (batch normalization is local in evaluation mode)
-    and the input's size; the cut is cached by both. Among the segments that start at a child, the one whose
-    tiles save most is chosen: a chain whose halo would leave few tiles is cut into shorter ones.
+    Each call determines the segments from the layers' flags (batch normalization is local in evaluation mode)
+    and from the input's size. Among the segments that start at a child, the call chooses the one whose tiles
+    save most. So a chain whose halo would leave few tiles is cut into shorter ones.
 
     Args:
         module: The container.
@@ -282,7 +283,7 @@ class TiledContainer:
         self.segments: dict[str, Segment] = {}
         """Segments of the call that saved most, by the names of the first and the last child."""
         self.ends: dict[str, str] = {}
-        """Reasons that children ended a segment, by name."""
+        """For each child that ended a segment, the reason."""
         self.max_pixels = 0
         self._cuts: dict[Any, tuple[int, tuple[int, ...]]] = {}
         """Number of children of a segment, and its pieces per axis; (1, ()) if nothing is tiled."""
@@ -294,7 +295,7 @@ class TiledContainer:
         if not isinstance(x, Tensor) or is_traced() or in_forward_mode():
             return type(self.module).forward(self.module, *args, **kwargs)
         named = list(children_of(self.module).items())
-        while named and not self._may_tile(x):  # a later child may upsample it
+        while named and not self._may_tile(x):  # small so far, but a later child may upsample x
             x = named.pop(0)[1](x)
         # Axes of x: samples, channels, then space.
         children = [(name, child, read_module(child, x.dim() - 2, TiledContainer)) for name, child in named]
@@ -302,7 +303,7 @@ class TiledContainer:
         segments: dict[str, Segment] = {}
         while children:
             num_children, grid = self._segment(children, x) if self._may_tile(x) else (1, None)
-            if grid is None:
+            if grid is None:  # one child, for the full image
                 x = children[0][1](x)
             else:
                 first, last = children[0][0], children[num_children - 1][0]
@@ -317,10 +318,6 @@ class TiledContainer:
             # A container may be called with images of several sizes.
             self.segments = max(segments, self.segments, key=_not_held_bytes)
         return x
-
-    def attach(self) -> None:
-        """Replace the container's forward."""
-        self.module.forward = self
 
     def restore(self) -> None:
         """Restore the container's own forward; a second call does nothing."""
@@ -345,7 +342,7 @@ class TiledContainer:
             if isinstance(found, str):
                 break
             run.append(found)
-        # An in-place layer at the front would overwrite the halo that the next tile reads.
+        # An in-place layer at the front would overwrite pixels that the next tile reads as its halo.
         if not run or not run[0] or overwrites_input([layer for layers in run for layer in layers]):
             return 1, None
         # Everything that decides the cut: the run of local children, the input, and what each layer keeps.

@@ -1,41 +1,37 @@
 """Compute the loss of a language model in tiles, without its logits [tokens, vocabulary].
 
 The logits, their gradient and the log-softmax between them are often the largest tensors of a step. With this
-callback, the output projection returns logits that are not computed yet (`_lazy_logits.py`). The
-cross-entropy that reads them is computed a few rows at a time (kernels/cross_entropy.py). If anything else
-reads them, they are computed as usual. So an unmodified `training_step` benefits, whichever functions lead
-from it to the loss. If it returns a mean loss, the loss's number of targets becomes its weight in
-GradientAccumulation and MicroBatch.
+callback, the output projection returns logits that are not computed yet (`_lazy_logits.py`). A cross-entropy
+of these logits is computed a few rows at a time (kernels/cross_entropy.py). Any other function that reads
+them gets full logits. So `training_step` needs no change. If it returns the mean loss itself,
+GradientAccumulation and MicroBatch weight this loss by its number of targets.
 
 Saves: the logits of a language model, their gradient and the log-softmax: three times tokens x
     vocabulary.
-Costs: in float16, and inside recomputed blocks, a fourth GEMM of the projection. If a metric reads full
-    logits, they are computed in addition to the loss. A 16-bit gradient is rounded once per tile, at most 16
-    times.
+Costs: in float16, and inside recomputed blocks, a fourth GEMM of the projection. A 16-bit gradient is rounded
+    once per tile, at most 16 times.
 When not: the vocabulary is small; metrics read full logits, which are computed in addition to the loss.
 Conflicts: a quantized projection; strategies that wait for the gradient of a model's logits. If the
-    projection has hooks, or an adapter with dropout, its logits are computed at once. Reading logits after
-    their weights or inputs have changed is rejected, except logits still held when an optimizer steps;
-    changes through `.data` are not detected. A fully compiled model has a graph break at its projection.
+    projection has hooks, or an adapter with dropout, its logits are computed at once. Logits cannot be read
+    after an optimizer step, or after their weights or inputs have changed; changes through `.data` are not
+    detected. A fully compiled model has a graph break at its projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.callbacks._lazy_logits import LateProjection, node_of
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
-from lightning_eff.core.errors import TO_FSDP2, ConfigError, ConflictWarning, NoEffectWarning, Remedy
+from lightning_eff.core.errors import TO_FSDP2, ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Tiling
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
@@ -49,7 +45,7 @@ TILED = ("_log_softmax", "_to_copy", "clone", "mul", "div")
 NOT_FOUND = "no output projection with more outputs than inputs"
 NAME_IT = "; name it with head="
 CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
-"""Equivalent change of a `training_step`."""
+"""The same loss, written into a `training_step`."""
 
 
 @check_arguments
@@ -89,8 +85,8 @@ def tile_loss(
 
 def _tile(model: nn.Module, head: str | None, tile_budget_mib: float | None) -> dict[str, LateProjection]:
     name, module = find_head(model, head) or ("", None)
-    # A second call finds the projection replaced.
-    if module is None or LateProjection.is_late(module):
+    # The call of a projection that is late already is replaced.
+    if module is None or "_call_impl" in vars(module):
         return {}
     return {name: LateProjection(module, name, tile_budget_mib=tile_budget_mib)}
 
@@ -109,7 +105,6 @@ class TiledLoss(Tiling):
 
     Warns:
         NoEffectWarning: The model has no output projection, or no loss was computed in tiles.
-        ConflictWarning: Backward passes of a step had unequal numbers of targets, but no weights.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TiledLoss()], logger=False, accelerator="cpu")
@@ -128,11 +123,6 @@ class TiledLoss(Tiling):
         super().__init__()
         self.head = head
         self.tile_budget_mib = tile_budget_mib
-        self._unweighted: list[Tensor] = []
-        """Targets per sample, for each backward pass of a step that has no weight."""
-        self._has_warned = False
-        self._counted: dict[LateProjection, tuple[int, Counter[str]]] = {}
-        """Numbers of losses and readers up to the last step."""
 
     def facts(self) -> Facts:
         """State that it changes the model; reject strategies that would miss its loss's backward pass."""
@@ -148,7 +138,7 @@ class TiledLoss(Tiling):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it if a linear layer's outputs go into a log-softmax."""
+        """Suggest it if a log-softmax reads the output projection's logits."""
         try:
             name, head = find_head(run.module, None) or ("", None)
         except ConfigError:  # several layers may be meant
@@ -184,61 +174,33 @@ class TiledLoss(Tiling):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Pass the number of targets to exact accumulation."""
-        self._unweighted, self._has_warned = [], False
+        """Pass the number of targets to GradientAccumulation and MicroBatch."""
         step = trainer.fit_loop.epoch_loop.automatic_optimization
-        # Only with GradientAccumulation or MicroBatch; Lightning's own loop does not use weights.
+        # Without these two, Lightning's own loop runs, which has no weights.
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh, step.weighs_by = self._weigh, "targets of the tiled loss"
             for projection in self._tiled.values():
                 projection.means = []
-                self._counted[projection] = projection.num_losses, projection.readers.copy()
 
-    def _weigh(self, output: Any, num_samples: int | None) -> Any:
+    def _weigh(self, output: Any, _: int | None) -> Any:
         """Add the weight to a step's output if it is the mean loss itself and has no weight."""
-        rest: dict[str, Any] = output if isinstance(output, dict) else {"loss": output}
         means: list[tuple[object, Tensor]] = []
         for projection in self._tiled.values():
-            if num_samples == 0:  # a check, which the report does not count
-                projection.num_losses, projection.readers = self._counted[projection]
-            self._counted[projection] = projection.num_losses, projection.readers.copy()
-            means += projection.means
+            means += projection.means or ()
             projection.means = []
-        # A loss that is the tiled mean itself has its autograd node; `loss + aux` has another one.
-        loss = rest.get("loss")
-        node = node_of(loss) if isinstance(loss, Tensor) else None
-        targets = next((count for each, count in means if each is node), None)
-        if rest.get("loss_weight") is not None:
+        named: dict[str, Any] = output if isinstance(output, dict) else {"loss": output}
+        loss = named.get("loss")
+        if not isinstance(loss, Tensor) or named.get("loss_weight") is not None:
             return output
-        if targets is not None:
-            return {"loss_weight": targets, **rest}
-        if means and num_samples:
-            # Equal numbers of targets per sample need no weights; `on_before_optimizer_step` compares them.
-            self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
-        return output
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Compute logits that are still held; in time for a closure, unlike an optimizer's own hook."""
-        for projection in self._tiled.values():
-            projection.compute_held()
-        passes, self._unweighted = self._unweighted, []
-        is_due = len(passes) > 1 and not self._has_warned
-        if is_due and len(set(torch.stack(passes).tolist())) > 1:
-            self._has_warned = True
-            text = (
-                "TiledLoss: the backward passes of a step had unequal numbers of targets and count by their "
-                "samples: a loss that was changed after its mean gives no weight\n"
-                '  try: return {"loss": loss, "loss_weight": num_targets} from training_step'
-            )
-            warnings.warn(text, ConflictWarning, stacklevel=2)
+        # The tiled mean itself has its autograd node; `loss + aux` has another one.
+        node = node_of(loss)
+        targets = next((count for each, count in means if each is node), None)
+        return output if targets is None else named | {"loss_weight": targets}
 
     @override
     def outcome(self) -> Outcome:
-        """Report the tiles, the bytes that were not held, and the readers of full logits."""
-        for name, each in self._tiled.items():
+        """Report the tiles, the bytes that were not held, and the functions that read full logits."""
+        for name, each in self._tiled.items():  # at most one
             by = ", ".join(f"{reader} ({count})" for reader, count in each.readers.most_common(3))
             numbers = {
                 "head": name, "losses": each.num_losses, "tile_rows": each.tile_rows, "rows": each.rows,
@@ -316,7 +278,7 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
 
 
 def _plain(module: nn.Module) -> Any:
-    """Return the layer inside a module, without its adapter."""
+    """Return a linear layer without its adapter."""
     trained = _trained_copy(module)
     return getattr(trained, "base_layer", trained)
 

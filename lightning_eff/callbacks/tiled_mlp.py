@@ -1,25 +1,29 @@
-"""Compute the MLPs of a model in tiles of tokens, so that wide activations exist for one tile at a time.
+"""Compute the MLPs of a model in tiles of tokens, so that only one tile's wide activations exist at a time.
 
 For long sequences, an MLP's wide activations are the largest part of a block's backward pass: two products,
 an activation, their product, a gradient. Here, the forward of each MLP runs over tiles of its tokens, each
-under torch's non-reentrant checkpoint. It keeps only its input, and its backward pass computes one tile at a
-time again. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight gets
-one gradient. MLPs are the token-wise children of repeated blocks. A test, not a name, decides whether a
-token's output depends on that token alone. Attention, routed experts, batch statistics and modules with side
-effects are not tiled.
+under torch's non-reentrant checkpoint. The MLP keeps only its input, and its backward pass recomputes one
+tile at a time. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight
+gets one gradient.
 
-An MLP is tiled if its input has at least `min_tokens`, and `tokens x widest x 5 x itemsize` bytes exceed the
-budget; the number of tiles is their quotient. That always lowers the MLP's part of the backward pass. Whether
-the step's peak is there, and not in the loss, depends on the full step: `lightning-eff plan` predicts it. The
-default budget is the larger of 64 MiB and the input's size; below it, the rest of a block holds more than a
-tile. It also keeps the number of tiles low (at most 20 if the MLP is four times as wide as its input). A
-weight's gradient is then rounded less often, since the tiles' gradients are added in the weight's dtype.
+MLPs are the token-wise children of repeated blocks: a token's output depends on that token alone. A numeric
+test decides this, not a name. Attention, routed experts, batch statistics and modules with side effects are
+not tiled.
+
+An MLP is tiled if its input has at least `min_tokens`, and its wide activations exceed the budget. They take
+`tokens x widest x 5 x itemsize` bytes; divided by the budget, this gives the number of tiles. Tiles always
+lower the MLP's part of the backward pass. `lightning-eff plan` predicts whether that lowers the peak of the
+step, which may be in the loss instead.
+
+The default budget is the larger of 64 MiB and the input's size. With a smaller budget, the rest of a block
+holds more than a tile. The default also keeps the number of tiles low: at most 20 if the MLP is four times as
+wide as its input. The tiles' gradients of a weight are added in the weight's dtype, so each tile rounds once.
 
 Saves: the wide activations of MLPs on long sequences.
-Costs: one more forward of the MLPs, at most a third of their operations. Nothing in blocks that
-    `callbacks/gradient_checkpointing` recomputes, if the recomputation ends before the MLP. If a block saves
-    something after its MLP (dropout, a norm of its output), the MLP is computed three times. Dropout inside
-    an MLP draws per tile: statistically equal, not bit for bit.
+Costs: one more forward of the MLPs, at most a third of their operations. Blocks that
+    `callbacks/gradient_checkpointing` recomputes cost nothing more, unless they save something after the MLP
+    (dropout, a norm of its output): then the MLP is computed three times. Dropout inside an MLP draws per
+    tile: statistically equal, not bit for bit.
 When not: sequences are short (a message says so); the peak is the loss or the optimizer step; an MLP is not a
     module, as in `nn.TransformerEncoderLayer`, or two modules, as in BERT. A model with only such MLPs gets a
     `NoEffectWarning`.
@@ -128,10 +132,7 @@ def _tile(
 def _candidates(model: nn.Module, modules: BlockSelector) -> Mapping[str, nn.Module]:
     """Return the selected modules; by default children of repeated blocks with two or more matrices."""
     if modules is not None:
-        try:
-            return model_surgery.select_blocks(model, modules)
-        except ConfigError as error:
-            raise ConfigError(key="modules", value=error.value, allowed=error.allowed) from error
+        return model_surgery.select_blocks(model, modules, key="modules")
     # A child with a single matrix has no wide activation inside it.
     return {
         f"{prefix}.{name}": child
@@ -188,7 +189,7 @@ class TiledMLP(Tiling):
         self._refused: dict[str, str] = {}
 
     def facts(self) -> Facts:
-        """Reject techniques that cannot be combined with tiles, such as compiled blocks."""
+        """Reject compiled blocks."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
@@ -207,7 +208,7 @@ class TiledMLP(Tiling):
             return None
         found = {name: check_token_wise(each) for name, each in _candidates(run.module, None).items()}
         widest = {name: each.widest for name, each in found.items() if not each.refusal}
-        # Assume float32; in 16 bits there are half as many tiles.
+        # In float32. In 16 bits there are half as many tiles.
         wide_bytes = run.num_tokens * max(widest.values(), default=0) * NUM_WIDE * 4
         num_tiles = max(1, -(-wide_bytes // MIN_BUDGET_BYTES))
         # With tiles, a recomputed MLP holds 1 / num_tiles of each of its activations at a time.
@@ -227,6 +228,7 @@ class TiledMLP(Tiling):
     @override
     def outcome(self) -> Outcome:
         """Report how many MLPs were tiled, and the bytes not held."""
+        # An MLP that had one tile in every call was computed as without this callback.
         tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}
         tiles = max((each.max_tiles for each in tiled.values()), default=1)
         not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
@@ -257,22 +259,23 @@ def _left_out(refused: Mapping[str, str]) -> str:
 
 
 class TiledForward:
-    """Replaces the forward of a token-wise module; it is assigned to the attribute `forward`.
+    """Replaces the forward of a token-wise module, as the module's attribute `forward`.
 
         y = cat(f(x[0:n]), f(x[n:2n]), ...)        x [*batch, T, C] as [T, C], n tokens per tile
 
-    The forward pass keeps only x; the backward pass computes one tile at a time again. Autograd adds the
-    tiles' gradients of a weight before the weight's hooks run. So DDP, FSDP2, ZeRO and an optimizer in the
-    backward pass get one gradient.
+    The forward pass keeps only x; the backward pass recomputes one tile at a time. Autograd adds the tiles'
+    gradients of a weight before the weight's hooks run. So DDP, FSDP2, ZeRO and an optimizer in the backward
+    pass get one gradient.
 
-    If the block itself is recomputed, a tile would be computed three times: in the block's forward, in the
-    block's recomputation, and in its own. So the inputs of all tiles are saved before the first tile runs. A
-    block's recomputation ends at the last tensor that the block saved, here the MLP's input, so no tile runs
-    in it. If a block saves something after its MLP (a dropout mask, the input of a norm), the tiles do run.
+    In a recomputed block, a tile could be computed three times: in the block's forward, in the block's
+    recomputation, and in its own. To avoid that, the inputs of all tiles are saved before the first tile
+    runs. A block's recomputation ends at the last tensor that the block saved. This is now the MLP's input,
+    so the recomputation runs no tile. If a block saves something after its MLP (a dropout mask, the input of
+    a norm), the tiles do run.
 
     Args:
         module: The module.
-        token_wise: The verdict on the module; inputs of other ranks are computed without tiles.
+        token_wise: The verdict on the module; inputs with other numbers of axes are not tiled.
         budget_bytes: Bytes that the wide activations of one tile may take; None takes the larger of 64 MiB
             and the input's size.
         min_tokens: Inputs with fewer tokens are not tiled.
@@ -311,7 +314,7 @@ class TiledForward:
         itemsize = torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
         wide_bytes = num_tokens * self._token_wise.widest * NUM_WIDE * itemsize
         budget_bytes = self.budget_bytes or max(MIN_BUDGET_BYTES, x.nbytes)
-        # Rounded up, and at most one tile per token.
+        # The quotient rounded up, and at most one tile per token.
         num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
         self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
         self.max_tiles = max(self.max_tiles, num_tiles)
@@ -335,7 +338,7 @@ class TiledForward:
                 self._gathered.undo()
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        # The class's forward, since the instance's is this object.
+        # Not `self.module.forward`, which is this object.
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _tiled(self, x: Tensor, num_tiles: int) -> Tensor:
@@ -344,16 +347,16 @@ class TiledForward:
             outputs = [self._compute(tile) for tile in tiles]
         else:
             saved = [_save(tile) for tile in tiles]  # before any tile runs
-            # One state for all tiles: each is computed again with the flags and parameters of this call.
+            # One state for all tiles: their recomputation has the flags and parameters of this call.
             state = CallState(self.module)
-            # Hide the tiles' saved tensors from an outer checkpoint, which would recompute them.
+            # These hooks hide the tiles' saved tensors from an outer checkpoint, which would recompute them.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 outputs = [self._checkpointed(*each, state) for each in zip(tiles, saved, strict=True)]
             state.end_forward()
         return join(outputs, x)
 
     def _checkpointed(self, tile: Tensor, saved: Tensor, state: CallState) -> Tensor:
-        first = [tile]  # the first run pops it, so that the checkpoint does not hold it
+        first = [tile]  # the first run pops the tile, so that the checkpoint does not hold it
         run = functools.partial(self._run, first, state)
         # `saved` has no elements; `checkpoint` takes the device of random numbers and autocast from it.
         early: Any = {"early_stop": self._stops_early}

@@ -1,21 +1,21 @@
 """Compute linear layers with our tiled GEMM, and accumulate weight gradients in place.
 
-Every `nn.Linear` that is large enough and trained gets another class; parameters, names and checkpoints stay
-the same. On a CUDA GPU, the first call of a shape measures torch's library and the most promising configs of
-our kernels. Our kernels are used if they are more than 3 % faster; later runs read the result
-(kernels/dispatch.py). If GradientAccumulation or MicroBatch runs several backward passes per step, the GEMM
-adds a weight's gradient directly to `weight.grad`, with either library. So no second gradient of that size is
-allocated. Layers that gain nothing are converted back after the first batch.
+Every `nn.Linear` that is large enough and trained gets the class `TritonLinear`; parameters, names and
+checkpoints stay the same. On a CUDA GPU, the first call of a shape measures torch's library and the most
+promising configs of our kernels. Our kernels are used if they are more than 3 % faster; later runs read the
+choice from a file (kernels/dispatch.py). If GradientAccumulation or MicroBatch runs several backward passes
+per step, the GEMM adds a weight's gradient directly to `weight.grad`. So no second gradient of that size is
+allocated, whichever library computes it. Layers that gain nothing are converted back after the first batch.
 
 Saves: a copy of each large weight gradient if a step has several backward passes; with `fuse_mlps`, half of
     an MLP's wide activations.
-Costs: the first step of the first run on a GPU measures. It takes about 0.1 s per shape (predicted), 256 MiB,
-    memory for two more results, and seconds to compile each new kernel. A few microseconds of Python per
-    layer that uses our kernels or accumulates in place. With `fuse_mlps`, activations are computed a second
-    time in the backward pass.
+Costs: measurements in the first step of the first run on a GPU. They take about 0.1 s per shape (predicted),
+    256 MiB, memory for two more results, and seconds to compile each new kernel. A few microseconds of Python
+    per layer that uses our kernels or accumulates in place. With `fuse_mlps`, activations are computed a
+    second time in the backward pass.
 When not: one backward pass per step and no CUDA GPU; compiled blocks.
-Conflicts: `callbacks/torch_compile`: the compiler computes the layers of compiled blocks. Subclasses of
-    `nn.Linear`, and layers that are frozen when the run begins, are not converted.
+Conflicts: `callbacks/torch_compile`, which computes the layers of compiled blocks. Subclasses of `nn.Linear`,
+    and layers that are frozen when the run begins, are not converted.
 Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py
 """
 
@@ -61,7 +61,7 @@ def swap(
         accumulation: While it is open, weight gradients may be added in place.
 
     Returns:
-        The converted layers by name; `unswap` undoes it.
+        The converted layers by name; `unswap` converts a layer back.
 
     Raises:
         ConfigError: A value is outside its range, or `blocks` matches nothing.
@@ -78,6 +78,7 @@ def swap(
     swapped: dict[str, TritonLinear] = {}
     for prefix, block in selected.items():
         for name, each in block.named_modules(prefix=prefix):
+            # By exact type: a subclass may compute something else.
             is_large = type(each) is nn.Linear and min(each.in_features, each.out_features) >= min_features
             if is_large and each.weight.requires_grad:
                 each.__class__ = TritonLinear
@@ -106,7 +107,7 @@ class TritonGemm(Managed):
         blocks: Blocks to convert, by class, name (`blocks.*.mlp`) or predicate; None takes the full model.
         accumulate: Add weight gradients in place if a step has several backward passes.
         fuse_mlps: Compute each MLP of GPT- and Llama-like blocks as one function. It keeps half as much for
-            the backward pass, and computes the activation there again.
+            the backward pass, where it computes the activation a second time.
 
     Raises:
         ConfigError: A value is outside its range, or `blocks` matches nothing.
@@ -147,7 +148,7 @@ class TritonGemm(Managed):
         self._step: lightning_loop.ExactStep | None = None
 
     def facts(self) -> Facts:
-        """Warn about compiled layers, which the compiler computes; let only one callback replace an MLP."""
+        """Warn about compiled layers; let only one callback replace the forward of an MLP."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler computes the linear layers of a compiled block itself",
@@ -229,9 +230,9 @@ class TritonGemm(Managed):
         self._is_settled = True
         self._follow_rank_0(trainer)
         ours = self._choices.ours() if self._choices is not None else []
-        # A choice is known by sizes, not by layer: keep a layer if any shape with its features uses our
-        # kernels.
-        for layer in self._swapped.values() if self._step is None else ():  # only without accumulation
+        # With accumulation, every layer gains: none is converted back.
+        for layer in self._swapped.values() if self._step is None else ():
+            # Choices are stored by size, not by layer.
             is_ours = any({layer.out_features, layer.in_features} <= sizes for sizes in ours)
             if layer.backend == "auto" and not is_ours:
                 unswap(layer)
@@ -249,11 +250,11 @@ class TritonGemm(Managed):
     def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """Allow gradients to be added in one backward pass.
 
-        Not allowed in the pass in which DDP reduces gradients, nor if a strategy shards or scales them.
+        Forbidden in the pass in which DDP reduces gradients, and if a strategy shards or scales them.
         """
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            # In its last backward pass, DDP's reducer waits for every gradient to pass through autograd.
+            # In the last pass of a step, DDP's reducer waits for every gradient to pass through autograd.
             may_add = not model.require_backward_grad_sync
         else:
             may_add = trainer.world_size == 1

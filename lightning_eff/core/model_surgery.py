@@ -258,13 +258,14 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in children.items() if name == "modules_to_save"}
 
 
-def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Module]:
+def select_blocks(model: nn.Module, blocks: BlockSelector, *, key: str = "blocks") -> dict[str, nn.Module]:
     """Return the modules of a model that `blocks` selects, by name, outermost only.
 
     Args:
         model: The model; never selected itself.
         blocks: Class names or patterns of module names (`model.layers.*`), classes, or a predicate of name
             and module; None selects `repeated_blocks`.
+        key: Name of the setting, for errors.
 
     Raises:
         ConfigError: An entry of `blocks` matches no module of the model, or the model has no blocks.
@@ -294,7 +295,7 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
                 classes = {type(module).__name__ for module in model.modules()}
                 hint = f"did you mean '*.{word}'?" if is_inner else suggest_name(word, classes)
                 allowed = f"a class name or a pattern of module names of this model; {hint}"
-                raise ConfigError(key="blocks", value=word, allowed=allowed)
+                raise ConfigError(key=key, value=word, allowed=allowed)
             selected |= fitting
     return {
         name: module

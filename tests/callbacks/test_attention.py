@@ -1,4 +1,4 @@
-"""Backends are chosen and checked; packed rows without a mask equal those with one."""
+"""Backends are chosen and checked; packed rows without a mask match packed rows with the dense mask."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def run(net: pl.LightningModule, callback: Attention) -> Attention:
     return callback
 
 
-def test_only_the_chosen_backend_is_enabled_and_flags_and_functions_are_restored() -> None:
+def test_only_the_chosen_backend_is_enabled_during_the_fit() -> None:
     net, attend = Attending(is_causal=True), F.scaled_dot_product_attention
     callback = run(net, Attention(backend="flash"))
     assert net.flags == [False, False]
     assert torch.backends.cuda.math_sdp_enabled()
     assert F.scaled_dot_product_attention is attend
-    assert callback.outcome().numbers["calls"] == {"flash": 1}, "of the first batch alone"
+    assert callback.outcome().numbers["calls"] == {"flash": 1}, "only of the first batch"
 
 
-def test_a_call_that_only_math_accepts_is_rejected_before_the_first_step() -> None:
+def test_a_call_that_no_chosen_backend_accepts_is_rejected_before_the_first_step() -> None:
     net, attend = Attending(dropout_p=0.1), F.scaled_dot_product_attention
     before = net.layer.weight.detach().clone()
     with pytest.raises(ConflictError, match="dropout"):
@@ -59,7 +59,7 @@ def test_a_call_that_only_math_accepts_is_rejected_before_the_first_step() -> No
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_every_way_to_call_it_is_checked_in_the_dtype_of_autocast() -> None:
+def test_calls_by_keyword_and_under_autocast_are_checked() -> None:
     x = torch.ones(1, 2, 8, 8)
     nested = torch.nested.nested_tensor([torch.ones(2, 3, 4), torch.ones(2, 5, 4)])
     with checked_backends([], 0) as calls:
@@ -74,8 +74,8 @@ def test_every_way_to_call_it_is_checked_in_the_dtype_of_autocast() -> None:
         F.scaled_dot_product_attention(x, x, x)
 
 
-@pytest.mark.parametrize("backend", ["fast", [], ["flash", "fast"], "efficient"])
-def test_unknown_backends_and_those_of_another_device_are_rejected(backend: Any) -> None:
+@pytest.mark.parametrize("backend", [[], ["flash", "fast"], "efficient"])
+def test_unknown_backends_and_backends_of_another_device_are_rejected(backend: Any) -> None:
     with pytest.raises(ConfigError, match="backend="):
         run(Attending(), Attention(backend=backend))
 
@@ -89,7 +89,7 @@ def by_document(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, _: Tensor, longest: int, __: int, *, scale: float,
     enable_gqa: bool, window_size: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """What `varlen_attn` computes, one document after another."""
+    """Compute what `varlen_attn` does, one document after another."""
     assert starts.dtype == torch.int32
     out: list[Tensor] = []
     for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
@@ -121,7 +121,7 @@ BATCHES: dict[str, dict[str, Tensor]] = {
 
 
 @pytest.mark.parametrize(("kind", "batch"), [*(("Llama", batch) for batch in BATCHES), ("Mistral", "packed")])
-def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, batch: str) -> None:
+def test_packed_rows_without_a_mask_match_rows_with_the_dense_mask(kind: str, batch: str) -> None:
     options = {"sliding_window": 3} if kind == "Mistral" else {}
     ids = torch.randint(50, (2, 10), generator=torch.Generator().manual_seed(1))
     inputs = BATCHES[batch] | {"input_ids": ids, "use_cache": False}
@@ -144,7 +144,7 @@ def test_packed_rows_without_a_mask_equal_those_with_the_dense_one(kind: str, ba
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_prediction_for_a_gpu_applies_its_rules() -> None:
+def test_a_prediction_for_a_gpu_applies_the_rules_of_the_gpu() -> None:
     trainer = make_trainer(callbacks=[Attention(backend="cudnn")], max_steps=2)
     found = predict(Attending(), torch.zeros(1), trainer=trainer, capability=90)
     assert isinstance(found.error, ConflictError)
@@ -153,7 +153,7 @@ def test_a_prediction_for_a_gpu_applies_its_rules() -> None:
     assert [row.backend for row in found.attention] == ["efficient"]
 
 
-def test_documents_are_found_once_a_batch_and_again_where_positions_change() -> None:
+def test_documents_are_found_once_per_batch_and_again_after_a_change_of_positions() -> None:
     packed, positions = PackedAttention(by_document), PACKED.clone()
     assert packed.documents_of(positions, 2) is packed.documents_of(positions, 2)
     assert packed.num_batches == 1
@@ -167,7 +167,7 @@ def test_documents_are_found_once_a_batch_and_again_where_positions_change() -> 
     assert [each.starts[-1].item() for each in found if each is not None] == [10, 20]
 
 
-def test_a_window_of_the_mask_alone_is_found_in_the_first_document_that_is_longer() -> None:
+def test_a_window_that_only_the_mask_has_is_found_in_the_first_longer_document() -> None:
     packed, x = PackedAttention(by_document), torch.ones(2, 1, 10, 4)
 
     def attend(positions: Tensor) -> None:
@@ -186,8 +186,8 @@ def test_a_window_of_the_mask_alone_is_found_in_the_first_document_that_is_longe
 
 
 @pytest.mark.parametrize("kind", ["or_mask_function", "block_sequence_ids"])
-def test_a_mask_that_depends_on_the_batch_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where images are seen whole: in the second row alone, and not in every batch."""
+def test_a_mask_that_depends_on_the_batch_stays_dense(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of an image attend to each other in both directions, here in the second row."""
     model, packed = hf_model("Llama"), PackedAttention(by_document)
     image = torch.full((2, 10), -1)
     image[1, :3] = 0
@@ -217,7 +217,7 @@ def test_operands_are_cast_as_autocast_would() -> None:
     assert dtypes == {torch.bfloat16}
 
 
-def test_only_what_is_sdpa_is_switched_and_all_is_restored() -> None:
+def test_only_models_with_sdpa_are_switched_and_restored() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = transformers.CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
     config = transformers.LlavaConfig(
@@ -235,8 +235,8 @@ def test_only_what_is_sdpa_is_switched_and_all_is_restored() -> None:
     assert used() == ["sdpa", "eager", "sdpa"]
 
 
-def test_a_model_that_does_not_pack_is_left_as_it_was() -> None:
-    """With a dropout of attention, and in evaluation with a cache of another length than the tokens."""
+def test_a_batch_without_packed_rows_computes_as_before() -> None:
+    """With attention dropout in training, and in evaluation with a cache that is longer than the tokens."""
     model = hf_model("Llama", attention_dropout=0.1)
     ids = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(1))
     texts: list[Tensor] = []
@@ -255,7 +255,7 @@ CALL: dict[str, Any] = {"input_ids": torch.zeros_like(PACKED), "position_ids": P
 
 
 class Packed(Attending):
-    """Calls a model of transformers, or the one without its head, on packed rows."""
+    """Calls a model of transformers, with or without its head, on packed rows."""
 
     def __init__(self, model: Any, *, is_inner: bool = False, **changes: Any) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Packed(Attending):
         ({"attention_mask": LEFT, "position_ids": (LEFT.cumsum(1) - 1).where(LEFT.bool(), 1)}, ""),
     ],
 )
-def test_documents_that_transformers_would_join_are_rejected(changes: dict[str, Any], rejected: str) -> None:
+def test_calls_that_would_join_documents_are_rejected(changes: dict[str, Any], rejected: str) -> None:
     model = hf_model("Llama")
     with pytest.raises(ConflictError, match=rejected) if rejected else nullcontext():
         run(Packed(model, **changes), Attention(backend="flash"))
@@ -288,7 +288,7 @@ def test_documents_that_transformers_would_join_are_rejected(changes: dict[str, 
     assert not model.model._forward_hooks
 
 
-def test_what_the_kernel_lacks_is_rejected_with_the_remedy() -> None:
+def test_attention_dropout_on_packed_rows_is_rejected() -> None:
     model = hf_model("Llama", attention_dropout=0.1).train()
     with (
         switched(model, NAME, PackedAttention(by_document)),
@@ -297,7 +297,7 @@ def test_what_the_kernel_lacks_is_rejected_with_the_remedy() -> None:
         model(input_ids=torch.zeros(2, 10, dtype=torch.long), position_ids=PACKED)
 
 
-def test_a_cpu_keeps_the_dense_mask_and_says_why() -> None:
+def test_a_cpu_keeps_the_dense_mask_and_reports_why() -> None:
     model = hf_model("Llama")
     reason = why_not_varlen(model, torch.device("cpu"), torch.bfloat16)
     net = Packed(model)
@@ -309,8 +309,8 @@ def test_a_cpu_keeps_the_dense_mask_and_says_why() -> None:
 
 
 @since_torch_2_13
-def test_the_kernel_of_torch_takes_what_we_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`varlen_attn` runs on CUDA alone; its own checks of arguments run here."""
+def test_torchs_kernel_accepts_our_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`varlen_attn` runs only on CUDA; its checks of arguments run here."""
     monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", lambda q, *_: (q, None, None))
     model = hf_model("Llama")
     with switched(model, NAME, packed := PackedAttention()):

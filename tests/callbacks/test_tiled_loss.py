@@ -1,11 +1,10 @@
-"""Unchanged steps in float64 (T1): a loss in tiles, whole logits or a rejection; never another gradient."""
+"""Unmodified steps in float64 (T1): a loss in tiles, full logits or a rejection; never another gradient."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +23,7 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
 from lightning_eff.callbacks.tiled_loss import TiledLoss, tile_loss
-from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
 from lightning_eff.kernels import cross_entropy
 from lightning_eff.models.gpt import GPT
 from lightning_eff.optimizer.in_backward import InBackward
@@ -35,16 +34,8 @@ from tests.support.prediction import GPT_OF, assert_predicted_is_measured
 V, LENGTH = 64, 16
 SOME_ROWS = 8 * 4 * V / 2**20
 """Budget of tiles of eight rows, in MiB."""
-
-
-def tokens() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randint(0, V, (2, 3, LENGTH), generator=generator)
-    y[0, :4] = -100
-    return x, y
-
-
-X, Y = tokens()
+X, Y = torch.randint(0, V, (2, 3, LENGTH), generator=torch.Generator().manual_seed(0))
+Y[0, :4] = -100
 KEPT = Y.clamp(min=0)
 
 
@@ -61,8 +52,7 @@ TILED: dict[str, Callable[[Any], Tensor]] = {
     ),
     "selected": lambda m: F.cross_entropy(m(X)[Y != -100], Y[Y != -100]),
     "one row": lambda m: F.cross_entropy(m(X)[1, 2], Y[1, 2]),
-    "transposed": lambda m: F.cross_entropy(m(X).transpose(1, 2), Y, label_smoothing=0.1),
-    "permuted": lambda m: nn.CrossEntropyLoss(reduction="sum")(m(X).permute(0, 2, 1), Y),
+    "transposed": lambda m: F.cross_entropy(m(X).mT, Y, label_smoothing=0.1, reduction="sum"),
     "weights": lambda m: F.cross_entropy(
         m(X).flatten(0, 1), Y.flatten(), weight=torch.arange(V).double() / V + 0.1
     ),
@@ -73,30 +63,25 @@ TILED: dict[str, Callable[[Any], Tensor]] = {
     ),
     "each": lambda m: F.cross_entropy(m(X).flatten(0, 1), Y.flatten(), reduction="none").square().mean(),
     "detached": lambda m: F.cross_entropy(m(X).detach().mT, Y) * F.cross_entropy(m(X).mT, Y),
-    "by keywords": lambda m: _by_keywords(m(X)),
-    "accuracy": lambda m: _with_accuracy(m(X)),
+    "by keywords": lambda m: F.cross_entropy(input=torch.permute(input=m(X), dims=(0, 2, 1)), target=Y),
+    "accuracy": lambda m: with_accuracy(m(X)),
 }
-WHOLE: dict[str, Callable[[Any], Tensor]] = {
+FULL: dict[str, Callable[[Any], Tensor]] = {
     "softmax": lambda m: -m(X).softmax(-1).log().gather(-1, KEPT[..., None]).mean(),
     "in place": lambda m: cross_entropy_of(m(X).div_(2.0)),
-    "written": lambda m: _masked(m(X)),
+    "written": lambda m: masked(m(X)),
     "probabilities": lambda m: F.cross_entropy(m(X).mT, F.one_hot(KEPT, V).mT.double()),
     "some classes": lambda m: F.cross_entropy(m(X)[..., :40].flatten(0, 1), Y.flatten().clamp(max=39)),
-    "arithmetic": lambda m: (m(X) * 2 + 1).square().mean(),
     "negative": lambda m: F.cross_entropy((m(X) * -1.0).mT, Y),
     "axis": lambda m: m(X).log_softmax(1).square().mean(),
 }
 
 
-def _by_keywords(logits: Tensor) -> Tensor:
-    return F.cross_entropy(input=torch.permute(input=logits, dims=(0, 2, 1)), target=Y)
-
-
-def _with_accuracy(logits: Tensor) -> Tensor:
+def with_accuracy(logits: Tensor) -> Tensor:
     return cross_entropy_of(logits) * (1 + (logits.argmax(-1) == Y).double().mean())
 
 
-def _masked(logits: Tensor) -> Tensor:
+def masked(logits: Tensor) -> Tensor:
     logits[..., 60:] = -1e9
     return F.cross_entropy(logits.flatten(0, 1), Y.flatten().clamp(max=59))
 
@@ -185,10 +170,19 @@ def retained_after_the_loss(net: Any) -> Tensor:
     return loss
 
 
-def in_another_mode(net: Any) -> Tensor:
+def after_a_change_of_mode(net: Any) -> Tensor:
     logits = net(X)
     net.eval()
     return cross_entropy_of(logits)
+
+
+def after_an_optimizer_step(net: Any) -> Tensor:
+    """The version of no weight changes, as with kernels that write through a pointer."""
+    logits, optimizer = net(X), torch.optim.SGD(net.parameters())
+    cross_entropy_of(logits).backward()
+    net.zero_grad()
+    optimizer.step()
+    return logits.softmax(-1)
 
 
 def gradients(model: nn.Module, step: Callable[[Any], Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -207,16 +201,16 @@ def assert_same_step(model: nn.Module, step: Callable[[Any], Tensor], rtol: floa
 
 
 @pytest.mark.parametrize("name", TILED)
-def test_a_step_has_its_loss_in_tiles(name: str) -> None:
+def test_a_loss_is_computed_in_tiles(name: str) -> None:
     projection = assert_same_step(gpt(), TILED[name])
     assert projection.num_losses >= 1
     assert not projection.readers
     assert projection.tile_rows <= 8
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_tiles_cannot_do_has_whole_logits(name: str) -> None:
-    projection = assert_same_step(gpt(), WHOLE[name])
+@pytest.mark.parametrize("name", FULL)
+def test_other_functions_get_full_logits(name: str) -> None:
+    projection = assert_same_step(gpt(), FULL[name])
     assert sum(projection.readers.values()) >= 1
 
 
@@ -235,8 +229,8 @@ def test_what_tiles_cannot_do_has_whole_logits(name: str) -> None:
     ],
     ids=lambda step: step.__name__,
 )
-def test_logits_that_are_read_in_odd_ways_give_the_same_step(step: Callable[[Any], Tensor]) -> None:
-    """With as many features as classes, so that a mistaken axis shows in numbers only."""
+def test_unusual_reads_of_logits_give_the_same_step(step: Callable[[Any], Tensor]) -> None:
+    """With as many features as classes, so that a wrong axis changes no shape."""
     assert_same_step(gpt(d_model=V), step)
 
 
@@ -247,30 +241,19 @@ def test_logits_that_are_read_in_odd_ways_give_the_same_step(step: Callable[[Any
         with_other_weights,
         after_the_input_changed,
         retained_after_the_loss,
-        in_another_mode,
+        after_a_change_of_mode,
+        after_an_optimizer_step,
     ],
     ids=lambda step: step.__name__,
 )
-def test_logits_that_cannot_be_known_later_are_rejected(step: Callable[[Any], Tensor]) -> None:
+def test_logits_that_would_differ_later_are_rejected(step: Callable[[Any], Tensor]) -> None:
     model = gpt()
     tile_loss(model, tile_budget_mib=SOME_ROWS)
     with pytest.raises(ConfigError, match="linear_cross_entropy"):
         step(model)
 
 
-def test_logits_that_are_kept_are_those_before_the_step() -> None:
-    plain, ours, kept = gpt(), gpt(), list[Tensor]()
-    tile_loss(ours, tile_budget_mib=SOME_ROWS)
-    for net in (plain, ours):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        logits = net(X)
-        cross_entropy_of(logits).backward()
-        optimizer.step()
-        kept.append(logits.softmax(-1).detach())
-    torch.testing.assert_close(kept[1], kept[0], rtol=1e-12, atol=0.0)
-
-
-def test_fabrics_backward_pass_is_checked_without_the_logits() -> None:
+def test_fabric_checks_the_backward_pass_without_full_logits() -> None:
     net, fabric = gpt().float(), Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     (projection,) = tile_loss(net).values()
     model = fabric.setup_module(net)
@@ -280,7 +263,7 @@ def test_fabrics_backward_pass_is_checked_without_the_logits() -> None:
         cross_entropy_of(model(X)).backward()
 
 
-def test_logits_that_are_read_after_the_loss_are_those_of_the_model() -> None:
+def test_logits_can_be_read_after_the_loss() -> None:
     def step(model: Any) -> Tensor:
         logits = model(X)
         return cross_entropy_of(logits) + 1e-3 * torch.logsumexp(logits, -1).square().mean()
@@ -290,7 +273,7 @@ def test_logits_that_are_read_after_the_loss_are_those_of_the_model() -> None:
 
 
 class Custom(torch.autograd.Function):
-    """Squares, unseen by torch's function protocol."""
+    """Squares its input; `apply` bypasses torch's function protocol."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -302,7 +285,7 @@ class Custom(torch.autograd.Function):
         return grads[0] * 2 * ctx.saved_tensors[0]
 
 
-def test_a_loss_that_is_not_seen_is_rejected() -> None:
+def test_a_loss_that_bypasses_the_function_protocol_is_rejected() -> None:
     model = gpt()
     tile_loss(model)
     with pytest.raises(ConfigError, match="linear_cross_entropy"):
@@ -345,7 +328,7 @@ class Two(nn.Module):
         self.table, self.one, self.other = nn.Embedding(V, 8), nn.Linear(8, V), nn.Linear(8, V)
 
 
-def test_a_projection_that_is_not_clear_is_to_be_named() -> None:
+def test_an_ambiguous_projection_must_be_named() -> None:
     for head in (None, "lm_head", "table"):
         with pytest.raises(ConfigError, match=f"head={head!r}"):
             tile_loss(Two(), head=head)
@@ -383,44 +366,22 @@ class Weighted(Step):
         return {"loss": super().training_step(batch, batch_idx), "loss_weight": (batch[1] != -100).sum()}
 
 
-def loader(batch_size: int = 2) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(*token_rows()), batch_size=batch_size)
-
-
-def trained(model: pl.LightningModule, *callbacks: Any, steps: int = 6, **options: Any) -> dict[str, Tensor]:
-    fit(model, *callbacks, loader=loader(), max_steps=steps, **options)
+def trained(model: pl.LightningModule, *callbacks: Any, steps: int = 6) -> dict[str, Tensor]:
+    fit(model, *callbacks, loader=DataLoader(TensorDataset(*token_rows()), batch_size=2), max_steps=steps)
     return model.state_dict()
 
 
-def test_the_mean_loss_gives_its_number_of_targets_to_accumulation() -> None:
-    exact = trained(Weighted(), GradientAccumulation(global_batch_size=6), MicroBatch(micro_batch_size=1))
-    callbacks = [GradientAccumulation(global_batch_size=6), MicroBatch(micro_batch_size=1), TiledLoss()]
-    torch.testing.assert_close(trained(Step(), *callbacks), exact, rtol=1e-9, atol=1e-12)
-    plain = trained(Step(), GradientAccumulation(global_batch_size=6), MicroBatch(micro_batch_size=1))
-    assert any((plain[name] - exact[name]).norm() > 1e-3 * exact[name].norm() for name in exact)
+def test_the_mean_loss_passes_its_number_of_targets_to_accumulation() -> None:
+    def exact() -> list[Any]:
+        return [GradientAccumulation(global_batch_size=6), MicroBatch(micro_batch_size=1)]
 
-
-class Changed(Step):
-    """The same with a loss that is no longer the mean itself."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * 1.0
-
-
-def test_a_loss_that_lost_its_weight_is_warned_of_and_reported() -> None:
-    outcomes: list[str] = []
-    for model, with_loss in ((Step(), True), (Weighted(), True), (Step(), False), (Changed(), True)):
-        batch = MicroBatch(micro_batch_size=1)
-        callbacks = [GradientAccumulation(global_batch_size=6), batch, *([TiledLoss()] if with_loss else [])]
-        is_lost = isinstance(model, Changed)
-        with pytest.warns(ConflictWarning, match="unequal numbers") if is_lost else nullcontext():
-            trained(model, *callbacks)
-        outcomes.append(batch.outcome().did.rpartition("; ")[2])
-    assert outcomes == [
-        "weights: targets of the tiled loss",
-        "weights: returned by training_step",
-        *["samples count equally"] * 2,
-    ]
+    by_user, by_loss = exact(), exact()
+    expected = trained(Weighted(), *by_user)
+    torch.testing.assert_close(trained(Step(), *by_loss, TiledLoss()), expected, rtol=1e-9, atol=1e-12)
+    unweighted = trained(Step(), *exact())
+    assert any((unweighted[name] - value).norm() > 1e-3 * value.norm() for name, value in expected.items())
+    counted_by = [parts[1].outcome().did.rpartition("; ")[2] for parts in (by_user, by_loss)]
+    assert counted_by == ["weights: returned by training_step", "weights: targets of the tiled loss"]
 
 
 @pytest.mark.parametrize(
@@ -430,7 +391,7 @@ def test_a_loss_that_lost_its_weight_is_warned_of_and_reported() -> None:
         {"target_modules": ["qkv"], "modules_to_save": ["head"], "options": {"r": 2}},
     ],
 )
-def test_an_adapter_of_the_projection_is_computed_in_tiles(options: Any) -> None:
+def test_an_adapted_projection_is_computed_in_tiles(options: Any) -> None:
     models, technique = [], TiledLoss(tile_budget_mib=SOME_ROWS)
     for callbacks in ([], [technique]):
         torch.manual_seed(5)
@@ -442,7 +403,7 @@ def test_an_adapter_of_the_projection_is_computed_in_tiles(options: Any) -> None
     assert any("head" in name for name in models[0])
 
 
-def test_weights_that_are_tied_are_updated_in_the_backward_pass() -> None:
+def test_tied_weights_are_updated_in_the_backward_pass() -> None:
     found, technique = [], TiledLoss(tile_budget_mib=SOME_ROWS)
     for callbacks in ([], [technique]):
         optimizer = functools.partial(InBackward, optimizer=torch.optim.SGD, lr=0.1)
@@ -454,7 +415,7 @@ def test_weights_that_are_tied_are_updated_in_the_backward_pass() -> None:
     assert technique.outcome().numbers["losses"] == 6
 
 
-def test_it_reports_and_restores() -> None:
+def test_a_run_reports_its_tiles_and_restores_the_model() -> None:
     model, technique = Step(), TiledLoss(tile_budget_mib=SOME_ROWS)
     before = dict(vars(model.net.head))
     keys = list(model.state_dict())
@@ -467,7 +428,7 @@ def test_it_reports_and_restores() -> None:
     assert outcome.numbers == {"head": "net.head", "losses": 6, "whole": {}, **sizes}
 
 
-def test_what_reads_whole_logits_is_named() -> None:
+def test_a_run_without_a_tiled_loss_warns_with_the_function_that_reads_logits() -> None:
     model, technique = Step(), TiledLoss()
     model.reads = lambda logits: logits.softmax(-1)
     with pytest.warns(NoEffectWarning, match="softmax"):
@@ -475,23 +436,21 @@ def test_what_reads_whole_logits_is_named() -> None:
     assert not technique.outcome().effective
 
 
-def test_sharding_that_waits_for_the_gradient_of_logits_is_rejected() -> None:
+def test_strategies_that_wait_for_the_gradient_of_logits_are_rejected() -> None:
     technique = TiledLoss()
     trainer = make_trainer(callbacks=[technique], strategy=ModelParallelStrategy(), devices=1)
     with pytest.raises(ConflictError):
         technique.setup(trainer, Step(), "fit")  # a fit would start a process group
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "part_bytes", [cross_entropy.PART_BYTES_TRAINED, 1], ids=["whole tiles", "parts of tiles"]
-)
-def test_it_is_predicted_to_the_byte(part_bytes: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "PART_BYTES_TRAINED", part_bytes)  # of 1: a part is one row
+def test_parts_of_tiles_are_predicted_to_the_byte(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "PART_BYTES_TRAINED", 1)  # one row per part
     assert_predicted_is_measured(GPT_OF, lambda: {"callbacks": [TiledLoss(tile_budget_mib=1e-2)]}, tmp_path)
 
 
-def test_a_copy_of_the_model_computes_for_itself() -> None:
+def test_a_copy_of_the_model_uses_its_own_weights() -> None:
     model = gpt()
     tile_loss(model)
     twin = copy.deepcopy(model)
@@ -500,7 +459,7 @@ def test_a_copy_of_the_model_computes_for_itself() -> None:
     assert float(loss.detach()) == pytest.approx(torch.tensor(V).log().item())
 
 
-def test_a_compiled_model() -> None:
+def test_a_compiled_model_has_the_same_step() -> None:
     plain, model = gpt(), gpt()
     tile_loss(model, tile_budget_mib=SOME_ROWS)
     expected = gradients(plain, lambda m: F.cross_entropy(m(X).mT, Y))

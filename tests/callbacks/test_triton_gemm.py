@@ -1,4 +1,4 @@
-"""Linear layers by our GEMM and MLPs as one function: which are replaced, the same training, the report."""
+"""Linear layers by our GEMM, MLPs as one function: which are replaced, the same training, the report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.triton_gemm import TritonGemm, swap
 from lightning_eff.kernels import dispatch, linear, measure
 from lightning_eff.kernels.choices import LIBRARY
-from lightning_eff.kernels.linear import Accumulation
 from lightning_eff.kernels.tile_configs import BY_NAME
 from lightning_eff.models import gpt
 from lightning_eff.models.gpt import GPT
@@ -39,7 +38,7 @@ from tests.support.prediction import GPT_OF, choice, loader_for, trainer_of
 from tests.support.ranks import is_equal
 
 
-def layers() -> nn.Module:
+def linear_layers() -> nn.Module:
     return nn.ModuleDict(
         {
             "wide": nn.Linear(256, 256),
@@ -52,18 +51,15 @@ def layers() -> nn.Module:
 
 
 def test_layers_are_chosen_by_size_name_and_type() -> None:
-    assert list(swap(layers(), min_features=128)) == ["wide", "inner.0"], "no subclass, nothing narrow"
-    assert list(swap(layers())) == ["wide"]
-    assert list(swap(layers(), min_features=1)) == ["wide", "narrow", "inner.0"]
-    assert list(swap(layers(), min_features=128, blocks="inner")) == ["inner.0"]
-    assert list(swap(layers(), min_features=128, blocks=["Sequential"])) == ["inner.0"]
-    assert list(swap(layers(), min_features=1, blocks=lambda name, _: name == "narrow")) == ["narrow"]
-    model = layers()
+    assert list(swap(linear_layers())) == ["wide"]
+    assert list(swap(linear_layers(), min_features=1)) == ["wide", "narrow", "inner.0"], "no subclass"
+    assert list(swap(linear_layers(), min_features=128, blocks="inner")) == ["inner.0"]
+    model = linear_layers()
     assert len(swap(model)) == 1
-    assert swap(model) == {}, "a second time there is nothing to do"
+    assert swap(model) == {}, "converted already"
 
 
-def train(model: LanguageModel, *callbacks: Any, num_steps: int = 50) -> None:
+def train(model: LanguageModel, *callbacks: Any, num_steps: int = 12) -> None:
     loader = DataLoader(TensorDataset(*token_rows(40)), batch_size=4)
     fit(model, *callbacks, loader=loader, max_steps=num_steps, gradient_clip_val=0.5)
 
@@ -71,15 +67,14 @@ def train(model: LanguageModel, *callbacks: Any, num_steps: int = 50) -> None:
 @pytest.mark.parametrize(
     ("others", "added"),
     [
-        # Ten batches an epoch: in steps of 4, 4 and 2, all but the first of each are added.
-        (lambda: [GradientAccumulation(global_batch_size=16)], 17 * (3 + 3 + 1) - 1),
-        # A batch of four in parts of two: the second of each step is added.
-        (lambda: [MicroBatch(micro_batch_size=2)], 50),
-        (lambda: [MicroBatch(micro_batch_size="auto")], 0),
+        # An epoch has ten batches, in steps of 4, 4 and 2: all gradients but the first of a step are added.
+        (lambda: [GradientAccumulation(global_batch_size=16)], 4 * (3 + 3 + 1)),
+        # A batch of four in two micro-batches: the second gradient of each step is added.
+        (lambda: [MicroBatch(micro_batch_size=2)], 12),
     ],
 )
-def test_a_step_of_several_passes_equals_the_plain_one(others: Any, added: int) -> None:
-    """T1 in float64; a gradient that was added twice or lost would be off by a half."""
+def test_steps_with_gradients_added_in_place_match_plain_steps(others: Any, added: int) -> None:
+    """T1 in float64; a gradient added twice or lost would be off by a half."""
     plain, ours = language_model(False), language_model(False)
     train(plain, *others())
     technique = TritonGemm(min_features=1)
@@ -91,32 +86,29 @@ def test_a_step_of_several_passes_equals_the_plain_one(others: Any, added: int) 
     assert type(ours.out) is nn.Linear
 
 
-def test_accumulation_can_be_left_out() -> None:
+def test_without_accumulation_no_gradient_is_added_in_place() -> None:
     technique = TritonGemm(min_features=1, accumulate=False)
     train(language_model(True), technique, GradientAccumulation(global_batch_size=8), num_steps=5)
     assert not technique.outcome().effective
     assert technique.outcome().numbers["added_in_place"] == 0
 
 
-def test_mlps_as_one_function_train_the_same_model() -> None:
-    """To the bit, and in micro-batches with gradients that are added in place to T2."""
-    make = functools.partial(
-        seeded, GPT, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2
-    )  # fmt: skip
-    loader = loader_for(GPT_OF)
-    for parts, tolerance in ((False, 0.0), (True, 1e-5)):
-        ours, plain, technique = make(), make(), TritonGemm(min_features=1, fuse_mlps=True)
-        for model, callbacks in ((ours, [technique]), (plain, [])):
-            others = [MicroBatch(micro_batch_size=2)] if parts else []
-            extra = {"callbacks": [choice(torch.optim.SGD), *callbacks, *others], "max_steps": 5}
-            trainer_of(extra).fit(model, loader)
-        found = dict(ours.named_parameters()), dict(plain.named_parameters())
-        torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
-        outcome = technique.outcome()
-        assert outcome.numbers["mlps"] == ["blocks.0.mlp", "blocks.1.mlp"]
-        assert outcome.effective
-        assert "forward" not in vars(ours.blocks[0].mlp)
-        assert outcome.numbers["added_in_place"] == (5 * (2 * 4 + 1) if parts else 0)
+def test_mlps_as_one_function_train_the_same_model_in_micro_batches() -> None:
+    """To T2: gradients that are added in place are rounded in another order."""
+    models: list[GPT] = []
+    technique = TritonGemm(min_features=1, fuse_mlps=True)
+    for callbacks in ([], [technique]):
+        model = seeded(GPT, vocab_size=64, context_length=16, d_model=32, num_layers=2, num_heads=2)
+        callbacks += [choice(torch.optim.SGD), MicroBatch(micro_batch_size=2)]
+        trainer_of({"callbacks": callbacks, "max_steps": 5}).fit(model, loader_for(GPT_OF))
+        models.append(model)
+    plain, ours = (dict(model.named_parameters()) for model in models)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    outcome = technique.outcome()
+    assert outcome.numbers["mlps"] == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert outcome.effective
+    assert "forward" not in vars(models[1].blocks[0].mlp)
+    assert outcome.numbers["added_in_place"] == 5 * (2 * 4 + 1)
 
 
 @pytest.fixture
@@ -125,10 +117,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[fake_gpu.Fa
     dispatch.forget()
 
 
-def test_the_report_has_a_row_for_each_shape_and_layers_that_gain_nothing_are_converted_back(
+def test_the_report_has_a_row_per_shape_and_layers_that_gain_nothing_are_converted_back(
     gpu: fake_gpu.FakeGPU,
 ) -> None:
-    """A fake clock finds ours faster for the product of the first layer alone."""
+    """A fake clock measures our kernels as faster only for the product of the first layer."""
     model, technique = Net(), TritonGemm(min_features=1)
     first, *others = (each for each in model.modules() if type(each) is nn.Linear)
     milliseconds = gpu.milliseconds
@@ -155,10 +147,10 @@ def test_the_report_has_a_row_for_each_shape_and_layers_that_gain_nothing_are_co
     assert outcome.numbers["left"] == len(others)
 
 
-def test_other_ranks_take_the_choices_of_rank_0(
+def test_other_ranks_adopt_the_choices_of_rank_0(
     gpu: fake_gpu.FakeGPU, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rank 1 of two, which does not measure, with what rank 0 sends after the first batch."""
+    """As rank 1 of two: it does not measure, and gets the choices of rank 0 after the first batch."""
     gpu.ms |= dict.fromkeys(BY_NAME, 0.5)
     fit(Net(), TritonGemm(min_features=1), max_steps=1)
     of_rank_0, found = dispatch.choices_of(fake_gpu.CPU).text(), gpu.rows
@@ -181,7 +173,7 @@ def test_other_ranks_take_the_choices_of_rank_0(
     with mock.patch.object(pl.Trainer, "world_size", 2):
         fit(Net(), technique, AsRank1(), max_steps=2)
     assert gpu.timed == []
-    assert batches[0] == 0 < batches[1], "the first batch by the library, the second one as rank 0 says"
+    assert batches[0] == 0 < batches[1], "the library computes the first batch, our kernels the second"
     assert technique.outcome().numbers["shapes"] == found
     assert sum('"choices"' in text for text in sent if isinstance(text, str)) == 2, "and after the epoch"
 
@@ -206,7 +198,7 @@ MLPS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: sequential(nn.GELU(), nn.Dropout(0.1)),
     "a norm": lambda: sequential(nn.LayerNorm(HIDDEN), nn.GELU()),
-    "a residual": lambda: Other(lambda m, x: x + m.down(F.gelu(m.up(x)))),
+    "a residual connection": lambda: Other(lambda m, x: x + m.down(F.gelu(m.up(x)))),
     "a branch by values": lambda: Other(lambda m, x: m.down(F.gelu(m.up(x))) if x.sum() > 0 else x),
     "one product as its own gate": lambda: Other(lambda m, x: m.down((h := m.up(x)) * F.silu(h))),
     "a layer twice": lambda: Other(lambda m, x: m.down(F.gelu(m.up(m.down(F.gelu(m.up(x))))))),
@@ -214,7 +206,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def test_which_mlps_are_recognized() -> None:
+def test_mlps_are_recognized_by_their_computation() -> None:
     for make, activation, is_gated in MLPS.values():
         layers = layers_of(make())
         assert layers is not None
@@ -226,7 +218,7 @@ def test_which_mlps_are_recognized() -> None:
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_results_and_gradients_are_equal_to_the_bit(name: str) -> None:
+def test_results_and_gradients_match_bit_for_bit(name: str) -> None:
     plain = MLPS[name][0]()
     model = copy.deepcopy(plain)
     (mlp,) = fuse_mlps(model, min_features=1).values()
@@ -238,7 +230,7 @@ def test_results_and_gradients_are_equal_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [["0.weight", "0.bias"], ["2.weight", "2.bias"], ["0.bias", "2.bias"]])
-def test_frozen_parts_have_no_gradient(frozen: list[str]) -> None:
+def test_frozen_parameters_get_no_gradient(frozen: list[str]) -> None:
     plain = sequential(nn.GELU())
     for name in frozen:
         plain.get_parameter(name).requires_grad_(requires_grad=False)
@@ -249,18 +241,9 @@ def test_frozen_parts_have_no_gradient(frozen: list[str]) -> None:
     assert is_equal(found, expected)
 
 
-def test_gradients_are_added_in_place() -> None:
-    """T2: the sum of two micro-batches is rounded in another order."""
-    plain, accumulation = llama(), Accumulation()
-    model = copy.deepcopy(plain)
-    fuse_mlps(model, min_features=1, accumulation=accumulation)
-    torch.testing.assert_close(steps(model, accumulation), steps(plain), rtol=1e-5, atol=1e-6)
-    assert accumulation.num_added == 2, "up and down; the gate is a separate layer"
-
-
 @pytest.mark.parametrize(("name", "kept"), [("Llama", (4, 2)), ("GPT", (2, 1))])
-def test_half_is_kept_for_the_backward_pass(name: str, kept: tuple[int, int]) -> None:
-    """Wide tensors: with a gate G, act(G), H and A, of which G and H stay; else H and A, and H."""
+def test_half_of_the_wide_tensors_are_kept_for_the_backward_pass(name: str, kept: tuple[int, int]) -> None:
+    """With a gate, autograd keeps G, act(G), H and A, and the function G and H; without, H and A, and H."""
     found, model = list[int](), MLPS[name][0]()
     for _ in range(2):
         seen: dict[int, Tensor] = {}
@@ -277,11 +260,11 @@ def test_half_is_kept_for_the_backward_pass(name: str, kept: tuple[int, int]) ->
     assert tuple(found) == kept
 
 
-def test_with_a_hook_inside_its_own_forward_computes() -> None:
+def test_an_mlp_with_a_hook_inside_computes_with_its_own_forward() -> None:
     model = sequential(nn.GELU())
     (mlp,) = fuse_mlps(model, min_features=1).values()
-    x, heard = torch.randn(T, K), list[int]()
-    handle = model[2].register_forward_hook(lambda *_: heard.append(1))
+    x, called = torch.randn(T, K), list[int]()
+    handle = model[2].register_forward_hook(lambda *_: called.append(1))
     model(x)
     handle.remove()
     with torch.no_grad():
@@ -291,7 +274,7 @@ def test_with_a_hook_inside_its_own_forward_computes() -> None:
     model.train()
     model(input=x)
     torch.func.vmap(model)(x)
-    assert (len(heard), mlp.num_fused) == (1, 0)
+    assert (len(called), mlp.num_fused) == (1, 0)
     model(x)
     assert mlp.num_fused == 1
 
@@ -306,7 +289,7 @@ def keeps(m: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("compute", [draws, keeps])
-def test_a_forward_that_may_change_is_no_mlp_and_a_look_at_it_leaves_no_trace(compute: Any) -> None:
+def test_a_forward_with_side_effects_is_no_mlp_and_recognition_changes_nothing(compute: Any) -> None:
     module = Other(compute)
     before, numbers = dict(vars(module)), (torch.get_rng_state(), random.getstate())
     assert layers_of(module) is None
@@ -325,7 +308,7 @@ def patch(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [exchange, patch])
-def test_what_has_changed_since_computes_as_it_is_now(change: Any) -> None:
+def test_an_mlp_that_has_changed_computes_with_its_new_forward(change: Any) -> None:
     plain = sequential(nn.GELU(), nn.Dropout(0.0))
     model = copy.deepcopy(plain)
     (mlp,) = fuse_mlps(model, min_features=1).values()
