@@ -61,7 +61,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         is_number = isinstance(self.scaling[name], (int, float))
         if not is_number or any(type(part) not in PLAIN for part in parts[:3]):
             return None
-        # A hook of the base layer would see its result change later, a hook of A another shape; B is not called.
+        # Hooks on the base would see a result that changes later; on A, another shape; B is not called.
         if any(map(has_hooks, parts)) or any(vars(torch_module)[hooks] for hooks in GLOBAL_HOOKS):
             return None
         b = self.lora_B[name]
@@ -76,7 +76,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _keeps_results() -> bool:
-    """Return whether selective checkpointing or a compiler keeps results, so that none may change in place."""
+    """Return whether selective checkpointing or a compiler keeps results, which must not change in place."""
     if is_traced():
         return True
     modes = torch_private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "LoRA")()

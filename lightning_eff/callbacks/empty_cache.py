@@ -1,9 +1,9 @@
 """Return unused memory of PyTorch's caching allocator to the driver, between optimizer steps.
 
 The allocator keeps freed memory in blocks of the sizes that were requested. When sizes change (ragged
-batches, validation), these blocks no longer fit, and a run can hit an OOM although enough memory is free. Emptying the
-cache every n optimizer steps returns the blocks to the driver. It happens between two steps, when activations
-are freed. On the CPU, the cache is glibc's heap.
+batches, validation), these blocks no longer fit, and a run can hit an OOM although enough memory is free.
+Emptying the cache every n optimizer steps returns the blocks to the driver. It happens between two steps,
+when activations are freed. On the CPU, the cache is glibc's heap.
 
 Saves: memory that the allocator caches but does not use, when sizes change or other processes need the GPU.
 Costs: the next step requests memory from the driver again: up to about 10 % of the time if done every step.

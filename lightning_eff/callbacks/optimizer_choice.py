@@ -2,10 +2,10 @@
 
 In a plain Trainer the module's parameter groups stay. The module's schedule is bound to the replaced
 optimizer: pass it again, or drop it with `scheduler="none"`. A recipe's `optimizer` and `scheduler` groups
-also use this callback. Schedule-free optimizers evaluate with other weights than they train with: this callback switches
-the weights around validation, checkpoints and the end of the run. Gradients are freed at the end of a step
-instead of after the next forward pass, unless other code could read them in between. That lowers the peak by
-one buffer of the parameters' size.
+also use this callback. Schedule-free optimizers evaluate with other weights than they train with: this
+callback switches the weights around validation, checkpoints and the end of the run. Gradients are freed at
+the end of a step instead of after the next forward pass, unless other code could read them in between. That
+lowers the peak by one buffer of the parameters' size.
 
 Saves: memory or time, depending on the optimizer; one buffer of the parameters' size at the peak.
 Costs: none, apart from the optimizer's costs.
