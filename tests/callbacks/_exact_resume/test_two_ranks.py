@@ -121,7 +121,7 @@ def test_two_ranks_under_fabric_resume_bit_for_bit(ranks: tuple[Path, list[dict[
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_another_number_of_ranks_trains_on_the_rest_of_the_epoch(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_another_number_of_ranks_divides_the_epoch(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, both = ranks
     before = samples([batch for results in both for batch in results["ddp"][0]["seen"][:2]])
     alone = fit(folder / "ddp" / "step=2.ckpt", max_epochs=1)
