@@ -241,6 +241,7 @@ def check_adapter(
     expected = {name: value for name, value in state_here.items() if not name.startswith(unchecked)}
     missing = [name for name in (expected if strict else trained) if name not in state]
     unexpected = [name for name in state if name not in expected and not name.startswith(unchecked)]
+    # As PyTorch does, a load that is not strict ignores other tensors; an adapter without base must fit.
     unexpected = unexpected if strict or not has_base else []
     _check_tensors(state, expected, missing=missing, unexpected=unexpected)
     if not has_base:

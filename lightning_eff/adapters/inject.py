@@ -230,6 +230,7 @@ def inject_adapters(
     _check_model(model, config, on_meta=on_meta)
     try:
         with plain_module(model):
+            # The tuner's constructor replaces layers of the model, and freezes all other parameters.
             tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
             tuner: BaseTuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
     except PEFT_ERRORS as error:
@@ -238,6 +239,7 @@ def inject_adapters(
     outside = [name for name in names if not name.startswith("model.")]
     if outside:  # tensors of the tuner itself: neither optimizer nor checkpoint would include them
         raise method_error(config, f"a method whose tensors are all in layers, unlike {outside[0]}")
+    # PEFT has replaced layers under their first names only.
     _replace_all_names(model)
     add_in_place(model)
     if upcast:
@@ -307,7 +309,7 @@ def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
         ('(?:proj)', {'stem.proj'})
     """
     others = [name for name, _ in model.named_modules() if name not in names]
-    # A pattern is matched in full, unlike a list of names.
+    # PEFT matches a pattern with full names, but a list's entries also with the ends of names.
     if any(other.endswith(f".{name}") for other in others for name in names):
         return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     return set(names)

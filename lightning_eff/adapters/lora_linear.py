@@ -41,8 +41,8 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         if adapter is None:
             return super().forward(x, *args, **kwargs)
         # As a matrix: the gradient of an in-place operation on a view would be copied.
-        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        y: Tensor = self.base_layer(rows)
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # [T, K]
+        y: Tensor = self.base_layer(rows)  # [T, N]
         low: Tensor = self.lora_A[adapter](self.lora_dropout[adapter](rows))  # [T, r]
         weight: Tensor = self.lora_B[adapter].weight  # pyright: ignore[reportAssignmentType]
         add = torch.addmm if _keeps_results() else Tensor.addmm_

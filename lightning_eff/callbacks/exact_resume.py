@@ -105,6 +105,8 @@ class ExactResume(Managed):
         self._saved_flags, self._training_flags = {}, {}
         self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
+        # Observe loaders before other techniques copy them, so that copies share the index stream. Wrap them
+        # last, so that the position counts the batches that the training loop takes.
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: self._observe(loader, loop), position=-1)
         )
@@ -162,6 +164,7 @@ class ExactResume(Managed):
     def _position(self, trainer: pl.Trainer) -> RankPosition:
         loop: Any = trainer.fit_loop.epoch_loop
         progress = loop.batch_progress
+        # A batch counts as ready when its step begins, and as processed after the optimizer step.
         is_in_step = progress.current.ready > progress.current.processed
         notes = ["saved within a step, which is repeated with other random numbers"] if is_in_step else []
         if not is_in_step and not progress.is_last_batch and loop._should_accumulate():  # noqa: SLF001
@@ -217,6 +220,7 @@ class ExactResume(Managed):
             loop._combined_loader_states_to_load = []  # noqa: SLF001
         if self._resumed_step is not None:
             self._finish_late(loop, pl_module)
+        # Begin the resumed pass, unless Lightning has done so after it read the checkpoint.
         if not run.is_before_epoch and run.pending is not None and (states or not run.is_begun):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:

@@ -114,7 +114,7 @@ class GradientCheckpointing(Managed):
         blocks: BlockSelector = None,
         memory: str | Fraction = FRACTION,
     ) -> None:
-        num_bytes(memory, 0)
+        num_bytes(memory, 0)  # raises if it is not a size
         # Other policies ignore the memory, so the setting would have no effect.
         if memory != FRACTION and policy != "fit":
             fit = Remedy(

@@ -158,9 +158,11 @@ class SkipBadSteps(Managed):
     ) -> None:
         groups = optimizer.param_groups
         gradients = [each.grad for group in groups for each in group["params"] if each.grad is not None]
+        # Entries of a sparse gradient with the same index add up.
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         # A norm in float16 would overflow above 65504.
         norm = get_total_norm([each.float() if each.dtype == torch.float16 else each for each in gradients])
+        # Sharded gradients give a partial norm on each rank: combine them.
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._norm = float(norm)  # waits for the device
         is_finite = math.isfinite(self._norm)
@@ -240,6 +242,7 @@ class SkipBadSteps(Managed):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Stop only here, after the batch is complete: the checkpoint is then at a step boundary.
         if not self._is_skipped or self._num_in_row != self.max_in_a_row:
             return
         saver = trainer.checkpoint_callback
