@@ -270,7 +270,6 @@ def inside_a_batch_sampler() -> DataLoader[Tensor]:
 
 
 BY_EPOCH: dict[str, Callable[[], Any]] = {
-    "a worker": functools.partial(distributed, batch_size=2, num_workers=1),
     "unbatched": functools.partial(distributed, batch_size=None, collate_fn=torch.atleast_2d),
     "inside a batch sampler": inside_a_batch_sampler,
     "own": lambda: DataLoader(Samples(), sampler=ByEpoch(), batch_size=2, num_workers=1),

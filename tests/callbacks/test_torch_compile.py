@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_eff.callbacks import torch_compile
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.torch_compile import (
     INDUCTOR,
@@ -112,9 +113,10 @@ def test_graph_breaks_are_reported_with_their_reason_or_rejected() -> None:
         fit(Broken(), compiler(target="forward", fullgraph=True))
 
 
-def test_the_run_stops_at_the_limit_of_recompilations() -> None:
+def test_the_run_stops_at_the_limit_of_recompilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_compile, "RECOMPILATIONS_PER_PART", 2)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        fit(Counting(), compiler(target="forward", backend="eager"), max_steps=16)
+        fit(Counting(), compiler(target="forward", backend="eager"))
 
 
 class Counting(Net):
@@ -127,13 +129,16 @@ class Counting(Net):
         return super().forward(x) * (1.0 + 0.0 * int(str(self.calls)))
 
 
-def test_blocks_that_differ_in_a_constant_are_all_compiled(deep: Callable[..., Deep]) -> None:
-    """Hugging Face's layers differ by their index; torch's limit of 8 per code object would skip some."""
+def test_blocks_that_differ_in_a_constant_are_all_compiled(
+    deep: Callable[..., Deep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face's layers differ by their index, and torch limits the recompilations of a code object."""
+    monkeypatch.setattr(torch_compile, "RECOMPILATIONS_PER_PART", 1)
     model = deep()
-    model.blocks = nn.ModuleList(Indexed(i) for i in range(11))
+    model.blocks = nn.ModuleList(Indexed(i) for i in range(4))
     callback = compiler(backend="eager")
     fit(model, callback)
-    assert callback.outcome().numbers["graphs"] == 11
+    assert callback.outcome().numbers["graphs"] == 4
 
 
 class Indexed(nn.Module):
@@ -143,7 +148,7 @@ class Indexed(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x) * (0.1 if self.index == 5 else self.index * 0.01)
+        return x + self.linear(x) * (0.1 if self.index == 2 else self.index * 0.01)
 
 
 def test_after_a_failure_the_model_and_the_compilers_settings_are_restored(deep: Callable[..., Deep]) -> None:
