@@ -458,6 +458,8 @@ def test_workers_whose_samples_differ_are_not_used_unless_samples_are_random() -
 class Hangs(Counted):
     """Waits for a thread that a forked process does not have."""
 
+    length = 4_000_000  # so that the time of an epoch allows a trial of workers
+
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
         self.pool.submit(int).result()
