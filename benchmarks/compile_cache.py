@@ -27,7 +27,9 @@ def start(recipe: str, folder: str, more: list[str]) -> dict[str, Any]:
     path = max(Path(folder).rglob("efficiency.json"), key=lambda each: each.stat().st_mtime)
     ledger: Any = json.loads(path.read_text(encoding="utf-8"))["ledger"]
     numbers = next(row["numbers"] for row in ledger if row["technique"] == "callbacks/torch_compile")
-    return {key: numbers[key] for key in ("compile_s", "graphs", "cached", "not_cached", "cache_bytes")}
+    found = {key: numbers[key] for key in ("compile_s", "graphs", "cached", "not_cached")}
+    files = (each for each in Path(numbers["cache_dir"]).rglob("*") if each.is_file())
+    return found | {"cache_bytes": sum(each.stat().st_size for each in files)}
 
 
 def table(content: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A Trainer of the package `pytorch_lightning` has other classes: every technique rejects it."""
+"""Every technique rejects a Trainer of the package `pytorch_lightning`, which has other classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "callbacks/optimizer_choice": {"optimizer": functools.partial(torch.optim.SGD, lr=0.1)},
     "callbacks/gradient_accumulation": {"global_batch_size": 8},
 }
-"""What must be given to techniques that have no default for it."""
+"""Required arguments of techniques."""
 CALLBACKS = [name for name in TECHNIQUES if name.startswith(("callbacks/", "monitors/"))]
 PLUGINS = [name for name in TECHNIQUES if name.startswith(("strategy/", "precision/", "checkpoint_io/"))]
 pytestmark = pytest.mark.filterwarnings(
@@ -52,7 +52,7 @@ def legacy_trainer(**keywords: Any) -> legacy.Trainer:
 
 
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_every_callback_and_monitor_rejects_it_in_one_sentence(name: str) -> None:
+def test_every_callback_and_monitor_rejects_a_legacy_trainer(name: str) -> None:
     made = class_of(name)(**GIVEN.get(name, {}))
     with pytest.raises(ConflictError) as raised:
         legacy_trainer(callbacks=[made]).fit(LegacyNet(), make_loader())
@@ -60,8 +60,8 @@ def test_every_callback_and_monitor_rejects_it_in_one_sentence(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_that_trainer_rejects_a_strategy_or_plugin_with_the_reason(name: str) -> None:
-    """No code of ours runs before: its own refusal quotes what it was given."""
+def test_a_legacy_trainer_rejects_a_strategy_or_plugin_with_the_reason(name: str) -> None:
+    """No code of this package runs before; the Trainer's own error has the object's repr."""
     made = class_of(name)()
     keywords: dict[str, Any] = {"strategy": made} if name.startswith("strategy/") else {"plugins": [made]}
     reason = f"lightning_eff.{type(made).__name__}, for a Trainer of lightning.pytorch and not of pytorch_"
@@ -69,7 +69,7 @@ def test_that_trainer_rejects_a_strategy_or_plugin_with_the_reason(name: str) ->
         legacy_trainer(**keywords)
 
 
-def test_a_report_that_the_environment_requests_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_requested_by_an_environment_variable_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     own = [each for each in entry_points(group="pytorch_lightning.callbacks_factory") if "eff" in each.name]
     assert [each.value for each in own] == ["lightning_eff.monitors._attach:refuse_legacy"]
     monkeypatch.setenv(_attach.VARIABLE, "1")

@@ -1,4 +1,4 @@
-"""The functions for other loops check their settings and warn; the callbacks' settings are in messages.md."""
+"""Functions for custom loops check their settings and warn, as the callbacks do (tests/messages.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHANGES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "arguments", "text"), CHANGES)
-def test_functions_for_other_loops_check_and_warn_as_the_callbacks(
+def test_functions_for_custom_loops_check_and_warn_as_the_callbacks(
     change: Callable[..., Any], arguments: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):

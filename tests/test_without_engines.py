@@ -1,4 +1,4 @@
-"""Everything but the strategies of DeepSpeed works where triton and deepspeed cannot be installed."""
+"""Everything except the DeepSpeed strategies works without the packages triton and deepspeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import sys
 from importlib.machinery import PathFinder
 HIDDEN = ("triton", "deepspeed")
 class Without:
-    # all packages but these, and their metadata neither
+    # hides these packages and their metadata
     def find_spec(self, name, path=None, target=None):
         return None if name.partition(".")[0] in HIDDEN else PathFinder.find_spec(name, path, target)
     def find_distributions(self, *context):

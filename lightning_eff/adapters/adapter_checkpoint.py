@@ -1,20 +1,19 @@
 """The content of a checkpoint with adapters, and the checks before it is loaded.
 
-It contains what exists nowhere else: trained parameters (adapters, `modules_to_save`, biases) and buffers.
-The frozen base is replaced by its fingerprint; it is loaded from where the model first got it. Nothing is
-assigned unless everything fits: the method and its config, each key and shape, the base.
+The checkpoint contains trained parameters (adapters, `modules_to_save`, biases), buffers, and a fingerprint
+in place of the frozen base. The base itself is loaded from where the model first got it. Nothing is assigned
+unless everything fits: the method and its config, each key and shape, the base.
 
-An adapter is a change of its base; on another base it is noise. Keys and shapes do not show that, since all
-models of an architecture share them. The fingerprint lists, for each frozen tensor by name, the dtype, the
-shape and the first 64 bits of its SHA-256. So it is the same on each device, and an error can name the
-tensors that differ. Buffers are not part of it: training may change them, and persistent ones are saved with
-the adapter.
+An adapter works only on the base that it was trained on. Keys and shapes do not show another base, since all
+models of an architecture share them. So the fingerprint lists each frozen tensor by name, with its dtype, its
+shape and the first 64 bits of its SHA-256. It is the same on each device, and an error can name the tensors
+that differ. Buffers are left out: training may change them, and persistent ones are saved with the adapter.
 
-A LightningModule with adapters does this in its own checkpoint hooks, which `callbacks/peft_adapter`
-attaches. So it also applies to weights-only saves and to saves after the run. Why not a callback's hooks:
-Lightning omits them in weights-only saves, and calls them only after loading. Why not `strict_loading=False`:
-it accepts another model's adapter and leaves this one's at its initial values. For Fabric, or a custom loop:
-`strip_base` and `load_adapter`.
+`callbacks/peft_adapter` attaches this to the LightningModule's own checkpoint hooks, so it also applies to
+weights-only saves and to saves after the run. Why not a callback's hooks: Lightning omits them in
+weights-only saves, and calls them only after loading. Why not `strict_loading=False`: it accepts another
+model's adapter, and leaves this model's at its initial values. Fabric and custom loops call `strip_base` and
+`load_adapter`.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ FLOAT_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "
 def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a module's state into the frozen base, and the rest, which is trained or may change.
 
-    The base is all parameters without a gradient, and all state of quantized layers. Persistent buffers
-    belong to the rest, since running statistics change in frozen modules too. An adapter's own frozen
-    tensors, which may be random, also belong to the rest.
+    The base is all frozen parameters, and all state of quantized layers. The rest includes persistent
+    buffers, since running statistics change in frozen modules too, and an adapter's own frozen tensors, which
+    may be random.
 
     Example:
         >>> layer = nn.BatchNorm1d(2).requires_grad_(False)
@@ -60,7 +59,7 @@ def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     wrappers = [f"{name}." for name in wrapped_layers(module)]
     frozen: set[str] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        # a name outside of all wrappers belongs to the base
+        # Without a wrapper around it, a frozen parameter belongs to the base.
         inner = next((name.removeprefix(w) for w in wrappers if name.startswith(w)), "base_layer")
         if not parameter.requires_grad and {"base_layer", "original_module"} & {*inner.split(".")}:
             frozen.add(name)
@@ -85,20 +84,20 @@ def format_names(names: Iterable[str]) -> str:
 
 
 class Fingerprint:
-    """Fingerprints a module's frozen tensors, and caches digests by tensor and version.
+    """Computes fingerprints of a module's frozen tensors, and caches digests by tensor and version.
 
-    Hashing reads all frozen bytes through host memory once, and again only if PyTorch counts an in-place
-    change of a tensor; changes through `.data` are not counted.
+    A digest is computed again only if PyTorch counts an in-place change of its tensor. PyTorch does not count
+    changes through `.data`.
 
     Args:
-        exact: False accepts different values in quantized layers if all other frozen tensors are equal,
-            because quantization rounds differently on another device.
+        exact: False accepts different values in quantized layers if all other frozen tensors are equal:
+            quantization may round differently on another device.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
         self.exact = exact
         self.others: list[str] = []
-        """Names of tensors that differed but were accepted."""
+        """Names of tensors that differed and were accepted."""
         self._digests_by_name: dict[str, tuple[Tensor, int, torch.dtype, str]] = {}
 
     def record(self, module: nn.Module) -> dict[str, Any]:
@@ -119,16 +118,16 @@ class Fingerprint:
         names = {*tensors, *expected}
         others = sorted(name for name in names if tensors.get(name) != expected.get(name))
         quantized = tuple(f"{plain_name(prefix[:-1])}." for prefix in quantized_prefixes(module))
-        # Only if frozen tensors that are not quantized prove that the base is the same.
+        # Other frozen tensors must prove that the base is the same.
         if not self.exact and any(not name.startswith(quantized) for name in tensors):
-            # Rounding explains different values in quantized layers, but not a different layout.
+            # Rounding can change values in quantized layers, but not their layout.
             layouts = [
                 {n: known.get(n, "").partition(" ")[0] for n in others} for known in (tensors, expected)
             ]
             self.others = [n for n in others if n.startswith(quantized) and layouts[0][n] == layouts[1][n]]
             others = [name for name in others if name not in self.others]
         if others:
-            # Names that only one side has count too.
+            # Includes tensors that only the checkpoint or only the model has.
             differ = f"{format_names(others)} of {len(names)} frozen tensors differ"
             base = Remedy(
                 "callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed",
@@ -139,18 +138,17 @@ class Fingerprint:
     def _hash(self, module: nn.Module, recorded: Mapping[str, str]) -> dict[str, str]:
         """Return `dtype[shape]` and the start of the digest of each frozen tensor, by plain name.
 
-        A floating-point tensor is converted to the recorded dtype first, unless that has 8 bits: a `-true`
-        precision converts the model after its checkpoint is restored.
+        A floating-point tensor with more than 8 bits is first converted to the recorded dtype: a `-true`
+        precision converts the model only after its checkpoint is restored.
         """
         base = {name: value for name, value in split_state(module)[0].items() if isinstance(value, Tensor)}
-        # The state of a quantized layer contains new tensors at each call; its parameters stay the same
-        # objects.
+        # A quantized layer's state has new tensors at each call: the cache needs the parameters instead.
         parameters = base | dict(module.named_parameters(remove_duplicate=False))
 
         def layout_and_digest(name: str) -> str:
             value = base[name]
             is_wide = value.is_floating_point() and value.dtype.itemsize > 1
-            # A base saved in bfloat16 may be loaded in float32: compare it in the dtype of the fingerprint.
+            # A base that was saved in bfloat16 may be loaded in float32.
             saved = recorded.get(plain_name(name), "").partition("[")[0] if is_wide else ""
             dtype = FLOAT_DTYPES.get(saved, value.dtype)
             shape = ",".join(str(n) for n in full_shape(value))
@@ -159,23 +157,22 @@ class Fingerprint:
 
         names = sorted(base)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            # Gathering a sharded tensor is a collective: all ranks must gather one after the other, in the
-            # same order.
+            # Gathering a sharded tensor is a collective: all ranks must gather in the same order.
             each = map if any(is_sharded(value) for value in base.values()) else pool.map
             texts = list(each(layout_and_digest, names))
         return {plain_name(name): text for name, text in zip(names, texts, strict=True)}
 
     def _digest(self, name: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> str:
-        """Return the SHA-256 of a tensor in a dtype, from the cache if its parameter is unchanged."""
+        """Return the SHA-256 of a tensor after conversion, from the cache if its parameter is unchanged."""
         version = parameter._version  # noqa: SLF001 - torch 2.13's count of in-place changes
         cached = self._digests_by_name.get(name)
         if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
             return cached[3]
-        # The bytes of all parts, in the order of the tensor's own description.
+        # Hash the bytes of all parts, in the order in which a wrapper subclass lists them.
         digest, parts = hashlib.sha256(), [full_tensor(value).detach().to(dtype)]
         while parts:
             part: Any = parts.pop(0)
-            if hasattr(part, "__tensor_flatten__"):  # a wrapper subclass: its inner tensors
+            if hasattr(part, "__tensor_flatten__"):  # a wrapper subclass
                 parts = [*(getattr(part, key) for key in part.__tensor_flatten__()[0]), *parts]
                 continue
             flat = part.cpu().contiguous().reshape(-1)
@@ -187,7 +184,7 @@ class Fingerprint:
 def strip_base(
     model: nn.Module, checkpoint: dict[str, Any], fingerprint: Fingerprint, *, save_base: bool = False
 ) -> None:
-    """Remove the frozen base from a checkpoint, in place, and add its fingerprint.
+    """Replace the frozen base in a checkpoint by its fingerprint, in place.
 
     Raises:
         CheckpointError: The adapter cannot be saved: its tensors are empty, or merged into the base.
@@ -219,22 +216,22 @@ def check_adapter(
 
     Args:
         model: The model, with adapters.
-        checkpoint: Read from a file, so it may contain anything.
-        fingerprint: Caches digests; use one per model.
+        checkpoint: The content of a file, which may be anything.
+        fingerprint: Caches digests; use one object per model.
         strict: False requires only trained tensors.
 
     Returns:
         The names of the tensors that the checkpoint lacks: the base's, or none.
 
     Raises:
-        CheckpointError: Method, keys, shapes or base do not fit; the first ones are named.
+        CheckpointError: Method, keys, shapes or base do not fit; the first differences are named.
     """
     state, stamp = _checked_state(checkpoint), checkpoint.get(CHECKPOINT_KEY)
     stamp = stamp if isinstance(stamp, dict) else {}
     _check_settings(settings_of(peft_config_of(model)), stamp.get("settings"))
     base, rest = split_state(model)
     trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-    # Without a fingerprint the checkpoint holds the base itself.
+    # Without a fingerprint the checkpoint must hold the base itself.
     has_base = stamp.get("base") is None
     if has_base and not any(name in state for name in trained):
         raise CheckpointError(NO_ADAPTER)
@@ -244,6 +241,7 @@ def check_adapter(
     expected = {name: value for name, value in state_here.items() if not name.startswith(unchecked)}
     missing = [name for name in (expected if strict else trained) if name not in state]
     unexpected = [name for name in state if name not in expected and not name.startswith(unchecked)]
+    # As PyTorch does, a load that is not strict ignores other tensors; an adapter without base must fit.
     unexpected = unexpected if strict or not has_base else []
     _check_tensors(state, expected, missing=missing, unexpected=unexpected)
     if not has_base:
@@ -252,7 +250,7 @@ def check_adapter(
 
 
 def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
-    """Reject an adapter whose config would compute something else; `saved` is from a file."""
+    """Reject an adapter whose saved settings compute something else; `saved` may be anything."""
     saved = saved if isinstance(saved, Mapping) else {}
     different = [key for key, value in here.items() if key in saved and saved[key] != value]
     if not different:
@@ -262,7 +260,7 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
     was, now = str(saved[key])[:60], str(here[key])[:60]
     text = f"it holds an adapter with {name} {was!a}, and this run has {now!a}"
     value = was.lower() if key == "peft_type" else saved[key]
-    # Show a remedy only for a value that is safe to paste, because it is from a file.
+    # The value is from a file: show a remedy only if it is safe to paste.
     if isinstance(value, (int, float)) or (isinstance(value, str) and value.isidentifier()):
         argument = f"method={value!r}" if name == "method" else f"options={{{key!r}: {value!r}}}"
         override = f"callbacks.peft_adapter.{name}={value if isinstance(value, str) else str(value).lower()}"
@@ -279,9 +277,8 @@ def load_adapter(
         CheckpointError: It does not fit; nothing has been assigned.
     """
     check_adapter(model, checkpoint, fingerprint or Fingerprint())
-    model.load_state_dict(
-        checkpoint["state_dict"], strict=False
-    )  # the base may be missing; everything else is checked
+    # Not strict, since the base may be missing; all other names have been checked.
+    model.load_state_dict(checkpoint["state_dict"], strict=False)
 
 
 @torch.no_grad()
@@ -293,7 +290,8 @@ def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
     """
     weights = _checked_state({"state_dict": state})
     own = model.state_dict(keep_vars=True)
-    loaded = {id(own[name]) for name in weights if name in own}  # a tied weight may have one of its names
+    # A file may list a tied weight under only one of its names.
+    loaded = {id(own[name]) for name in weights if name in own}
     _check_tensors(
         weights,
         own,
@@ -305,7 +303,7 @@ def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
     for name in weights:
         names_by_tensor.setdefault(id(own[name]), []).append(name)
     for first, *others in names_by_tensor.values():
-        # load_state_dict would assign one after the other, and keep the last
+        # `load_state_dict` would assign one after the other, and keep the last.
         different = [name for name in others if not torch.equal(weights[name], weights[first])]
         if different:
             raise CheckpointError(
@@ -346,7 +344,7 @@ def _check_tensors(
 
 
 class AdapterCheckpointHooks:
-    """Extends a LightningModule's checkpoint hooks, for as long as it has adapters."""
+    """Extends the checkpoint hooks of a LightningModule with adapters."""
 
     @classmethod
     def attach(cls, module: pl.LightningModule) -> AdapterCheckpointHooks:
@@ -367,19 +365,15 @@ class AdapterCheckpointHooks:
         module.register_load_state_dict_post_hook(self.after_load)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Call the module's own hook, then remove the base.
-
-        Only rank 0 writes. If parameters are sharded, all ranks take part, because the fingerprint of the
-        base gathers them.
-        """
+        """Call the module's own hook, then remove the base."""
         self._own_save(checkpoint)
-        # Only rank 0 writes, unless a fingerprint needs all ranks to gather shards.
+        # Only rank 0 writes; but to compute the fingerprint of sharded tensors, all ranks must gather them.
         if self.module.global_rank == 0 or any(is_sharded(p) for p in self.module.parameters()):
             strip_base(self.module, checkpoint, self.fingerprint, save_base=self.save_base)
             self.num_saved += 1
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Call the module's own hook, then reject a checkpoint that does not fit, before it is loaded."""
+        """Call the module's own hook, then reject a checkpoint that does not fit; nothing is loaded yet."""
         self._own_load(checkpoint)
         try:
             strict = self.module.strict_loading
@@ -389,6 +383,6 @@ class AdapterCheckpointHooks:
             raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
 
     def after_load(self, _: nn.Module, keys: Any) -> None:
-        """Accept a missing base in the load that was checked; otherwise PyTorch stays strict."""
+        """Accept a missing base after `on_load_checkpoint` has checked it; otherwise PyTorch stays strict."""
         keys.missing_keys[:] = [name for name in keys.missing_keys if name not in self._absent]
         self._absent = set()

@@ -1,8 +1,9 @@
 """Write a model's adapters in PEFT's own format, or merged into its weights, for use without lightning_eff.
 
-The verb `export` calls it. PEFT collects the tensors, writes its config and merges; this module restores a
-plain model's names. If the module's only state is a Hugging Face model, names are relative to that model, so
-that `PeftModel.from_pretrained` accepts it. Otherwise they are relative to the module.
+The verb `export` calls it. PEFT collects the tensors, writes its config and merges; this module restores the
+names of a model without adapters. If a LightningModule's only state is a Hugging Face model, names are
+relative to that model, so that `PeftModel.from_pretrained` accepts them. Otherwise they are relative to the
+LightningModule.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does."""
     prefix, part = _exported_part(model)
     config = _exported_config(model, prefix, part)
-    # PEFT's function expects a PeftModel, for its names and its config
+    # PEFT's function expects a PeftModel, of which it reads names and config.
     wrapper: Any = nn.Module()
     wrapper.base_model, wrapper.peft_config = model.__dict__[TUNER], {ADAPTER_NAME: config}
     state = get_peft_model_state_dict(wrapper, save_embedding_layers=False)
@@ -74,7 +75,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
             "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
         ]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
-    # By all names, to find weights that were tied before the merge and are not afterwards.
+    # All names, to find weights that were tied before the merge and are not afterwards.
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     wrappers = wrapped_layers(model)
     # A merge adds to a weight in place: a tied weight would change under its other name, too.
@@ -87,7 +88,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
             tuner.merge_and_unload(safe_merge=True)
     except (*PEFT_ERRORS, AttributeError) as error:  # for example a Conv3d whose kernel starts with 1 x 1
         raise peft_rejects(error, "--merge", method) from error
-    # layers that the model has under a second name
+    # Also replace layers under their second names.
     replace_modules(model, {layer: model.get_submodule(name) for name, layer in wrappers.items()})
     del model.__dict__[TUNER]
     tied: dict[int, list[str]] = {}
@@ -110,7 +111,7 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
     own: Any = part
     pairs = own.get_expanded_tied_weights_keys(all_submodels=True)
     if any(part.get_parameter(target) is not part.get_parameter(source) for target, source in pairs.items()):
-        # transformers 5.23 has one flag for all tied weights, so weights that are still tied become copies
+        # transformers 5.23 has one flag for all tied weights: untie also those that are still tied.
         for name in pairs:
             untie(part, part.get_submodule(name.rpartition(".")[0]))
         models: list[Any] = [module for module in part.modules() if isinstance(module, PreTrainedModel)]
@@ -126,7 +127,7 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
 
 
 def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the Hugging Face model that holds all of a module's state, with its prefix; else the module."""
+    """Return the Hugging Face model that holds all of a module's state, or the module; and its prefix."""
     found = outermost(model, lambda module: isinstance(module, PreTrainedModel))
     name = next(iter(found), "")
     has_all = name and len(found) == 1 and all(key.startswith(f"{name}.") for key in model.state_dict())

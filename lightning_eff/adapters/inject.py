@@ -2,15 +2,14 @@
 
 `callbacks/peft_adapter` calls `make_config` and `inject_adapters`. A layer that gets an adapter becomes the
 `base_layer` of a PEFT layer; all other names stay. The model itself is not wrapped, so a LightningModule
-keeps its class. PEFT's own rejections are reported in its words, under the setting that caused them. Models
-that PEFT would accept but adapt wrongly, or without effect, are rejected before the model is changed.
+keeps its class. PEFT's own rejections are reported in PEFT's words, with the setting that caused them. Models
+that PEFT would accept but adapt wrongly, or without effect, are rejected before they are changed.
 
-This module also does what PEFT does only in its wrapper, or not at all. A layer that a model has under two
-names is replaced under both. The fused inference path of PyTorch's encoder layer, which bypasses adapters, is
-switched off.
+In addition to PEFT, a layer that a model has under two names is replaced under both names. The fused
+inference path of PyTorch's encoder layer, which bypasses adapters, is switched off.
 
-Why not `get_peft_model`: it renames every key of the model, and the PeftModel is not a LightningModule. Its
-inner part, the tuner, stays reachable as the model's `peft_tuner`; it merges adapters.
+Why not `get_peft_model`: it renames every key of the model, and a PeftModel is not a LightningModule. PEFT's
+tuner, which merges adapters, is kept as the model's `peft_tuner`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ FOR_QUANTIZED = (
     *("beft", "fourierft", "gralora", "hira", "ia3", "lily", "lora", "oft", "pvera", "randlora", "road"),
     "vera",
 )
-"""Methods that do not read the base weight, or dequantize it; others would read codes as values."""
+"""Methods that dequantize the base weight, or do not read it; others would take its codes for values."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = {
     "lora": (CONVOLUTIONS, {"kernel_size", "padding"}),
@@ -74,19 +73,19 @@ ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = 
     "hra": ((nn.Conv2d,), {"kernel_size"}),
     "oft": ((nn.Conv2d,), {"padding"}),
 }
-"""By method: the convolutions that PEFT 0.21 adapts, and the unusual settings that it respects.
+"""By method: convolutions that PEFT 0.21 adapts, and settings of a convolution that it handles correctly.
 
-LoRA's convolutions ignore the layer's dilation and `padding_mode`, so the adapter would see other pixels;
-with groups, they cannot be merged. OFT rotates the wrong axes of a kernel, and does not start from the
-unchanged model. Other methods adapt no convolutions; `ln_tuning` trains any layer in full.
+PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would see other pixels; with groups, it cannot
+be merged. OFT rotates the wrong axes of a kernel larger than 1, and changes the model at the start. Methods
+that are not listed adapt no convolutions; `ln_tuning` trains any layer in full.
 """
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "fourierft": {"init_weights": True},  # so that the first step starts from the unchanged model
+    "fourierft": {"init_weights": True},  # so that the adapter changes nothing at first
     "ia3": {"feedforward_modules": []},  # PEFT has defaults only for Hugging Face architectures
 }
 """Defaults that differ from PEFT's."""
 HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-"""Tasks for which PEFT's own wrapper also trains the head, which it finds by name."""
+"""Tasks for which only PEFT's own wrapper trains the head too."""
 ARGUMENTS = {"target_modules", "modules_to_save"}
 """Config fields that are parameters of `PeftAdapter`."""
 RESERVED = ARGUMENTS | {"peft_type", "peft_version", "inference_mode", "base_model_name_or_path"}
@@ -94,11 +93,11 @@ RESERVED = ARGUMENTS | {"peft_type", "peft_version", "inference_mode", "base_mod
 FREE_FIELDS = RESERVED - {"peft_type"} | {
     *("auto_mapping", "revision", "task_type", "runtime_config", "ephemeral_gpu_offload"),
     *("lora_dropout", "module_dropout", "rank_dropout"),
-    # visible in the keys and shapes of the state dict
+    # A change of these shows in the keys and shapes of the state dict.
     *("exclude_modules", "feedforward_modules", "layers_pattern", "layers_to_transform"),
     *("target_parameters", "rank_pattern"),
 }
-"""Fields of a method's config that may change on a resume, including those for initial values."""
+"""Fields of a method's config that may differ in a resumed run."""
 ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""
 TUNER = "peft_tuner"
@@ -110,7 +109,7 @@ PEFT_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 def make_config(
     method: str, options: Mapping[str, Any], targets: Targets, modules_to_save: Sequence[str] | None
 ) -> PeftConfig:
-    """Build a method's config from PEFT's names; `targets` and the rest are as in `PeftAdapter`.
+    """Build a method's config; the arguments are as in `PeftAdapter`.
 
     Raises:
         ConfigError: PEFT has no such method, or the method has no such option or value.
@@ -139,7 +138,7 @@ def make_config(
 
 
 def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
-    """Check names and types before a model exists: PEFT would notice a wrong type only inside a layer."""
+    """Check names and types of options now: PEFT would fail on a wrong type only inside a layer."""
     known = {field.name for field in dataclasses.fields(kind) if field.init} - RESERVED
     hints = typing.get_type_hints(kind)
     for name, value in options.items():
@@ -164,7 +163,7 @@ def name_of_method(config: PeftConfig | None) -> str:
 
 
 def settings_of(config: PeftConfig | None) -> dict[str, Any]:
-    """Return the fields of a method's config that decide what its adapters compute, in plain types."""
+    """Return the fields of a config that decide what its adapters compute, in plain types."""
     settings = {
         key: value
         for key, value in (config.to_dict() if config is not None else {}).items()
@@ -175,7 +174,7 @@ def settings_of(config: PeftConfig | None) -> dict[str, Any]:
 
 
 def method_error(config: PeftConfig, allowed: str, *remedies: Remedy) -> ConfigError:
-    """Return the error of a method that cannot be used with a model."""
+    """Return an error about a method that does not suit a model."""
     return ConfigError(key="method", value=name_of_method(config), allowed=allowed, remedies=remedies)
 
 
@@ -221,24 +220,26 @@ def inject_adapters(
     """
     if adapted_layers(model):
         present = peft_config_of(model)
-        # A second call with the same settings does nothing: a Trainer may set up a model more than once.
+        # With the same settings a second call does nothing: a Trainer may set up a model more than once.
         if settings_of(present) != settings_of(config):
             there = name_of_method(present) or "an unknown method"
             raise method_error(config, f"a model without other adapters: this one has {there}")
         return {}
-    # PEFT changes the config, for example its targets; the caller's stays as it was.
+    # A copy, since PEFT changes the config, for example its targets.
     config = dataclasses.replace(config)
     _check_model(model, config, on_meta=on_meta)
     try:
         with plain_module(model):
+            # The tuner's constructor replaces layers of the model, and freezes all other parameters.
             tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(config.peft_type)]
             tuner: BaseTuner = tuner_class(model, config, adapter_name=ADAPTER_NAME)
     except PEFT_ERRORS as error:
         raise peft_rejects(error, "method", name_of_method(config)) from error
     names = [name for name, _ in (*tuner.named_parameters(), *tuner.named_buffers())]
     outside = [name for name in names if not name.startswith("model.")]
-    if outside:  # neither optimizer nor checkpoint would include them
+    if outside:  # tensors of the tuner itself: neither optimizer nor checkpoint would include them
         raise method_error(config, f"a method whose tensors are all in layers, unlike {outside[0]}")
+    # PEFT has replaced layers under their first names only.
     _replace_all_names(model)
     add_in_place(model)
     if upcast:
@@ -251,15 +252,14 @@ def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None
     """Reject models that PEFT would adapt wrongly or without effect; resolve `all-linear` to layers."""
     fields: Any = config
     for name, parameter in model.named_parameters():
-        # Materializing calls `reset_parameters`, which draws random values for lora_B; it has to start at
-        # zero.
+        # Materializing later calls `reset_parameters`, which draws random values for lora_B instead of zeros.
         if isinstance(parameter, UninitializedParameter) or (parameter.is_meta and not on_meta):
             where = "lazy" if isinstance(parameter, UninitializedParameter) else "on the meta device"
             raise method_error(config, f"a model with values: {name} is {where}")
     modules = {name: module for name, module in model.named_modules() if name}
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = getattr(config, key, None) or ()
-        if not isinstance(names, str):  # PEFT ignores a name that matches no layer if another name does
+        if not isinstance(names, str):  # PEFT ignores a name without a layer if another name has one
             check_module_names(key if key in ARGUMENTS else f"options.{key}", names, modules)
     if str(fields.target_modules).lower() == ALL_LINEAR:  # case-insensitive, as in PEFT
         fields.target_modules = exact_targets(_all_linear(model, config), model)
@@ -300,7 +300,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
 
 
 def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
-    """Return targets that match only these layers: PEFT also matches a name with the ends of other names.
+    """Return targets that match only these layers: for PEFT, a name also matches names that end with it.
 
     Example:
         >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
@@ -309,14 +309,14 @@ def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
         ('(?:proj)', {'stem.proj'})
     """
     others = [name for name, _ in model.named_modules() if name not in names]
-    # A pattern is matched in full, unlike a list of names.
+    # PEFT matches a pattern with full names, but a list's entries also with the ends of names.
     if any(other.endswith(f".{name}") for other in others for name in names):
         return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     return set(names)
 
 
 def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
-    """Reject a targeted convolution that PEFT adapts wrongly, silently or with an error about shapes."""
+    """Reject a targeted convolution that PEFT would adapt wrongly, or fail on with an error about shapes."""
     if not isinstance(layer, CONVOLUTIONS) or method == "ln_tuning":
         return
     unusual = {
@@ -337,9 +337,10 @@ def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
 
 
 def _reject_tied_copies(model: nn.Module, config: Any) -> None:
-    """Reject `modules_to_save` and trained tokens with a tied weight: only a copy would be trained.
+    """Reject `modules_to_save` and trained tokens whose weight is tied: only a copy would be trained.
 
-    If the model itself is Hugging Face's, PEFT ties trained tokens, and modules too if requested.
+    In a Hugging Face model that is not inside another module, PEFT itself ties trained tokens, and also
+    modules if `ensure_weight_tying` is set.
     """
     is_hugging_face = isinstance(model, PreTrainedModel)
     is_tied_by_peft = is_hugging_face and getattr(config, "ensure_weight_tying", False)
@@ -363,11 +364,11 @@ def _reject_tied_copies(model: nn.Module, config: Any) -> None:
 
 @contextmanager
 def plain_module(model: nn.Module) -> Generator[None]:
-    """Hide attributes of a model by which PEFT takes it for a Hugging Face model.
+    """Let PEFT treat a model as a plain module, until the context ends.
 
-    These are `config` and Lightning's device mesh. Flags of quantized layers, by which PEFT chooses its layer
-    classes, are set as transformers sets them. Warnings about options that PEFT 0.21 corrects itself, and
-    about its calls of transformers 5.23, are ignored.
+    PEFT takes a model with an attribute `config`, or with Lightning's device mesh, for a Hugging Face model:
+    hide both. Set the flags of quantized layers, by which PEFT chooses its layer classes, as transformers
+    does. Ignore warnings about options that PEFT 0.21 corrects itself, and about its calls of transformers.
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}
@@ -388,7 +389,7 @@ def plain_module(model: nn.Module) -> Generator[None]:
 
 
 def _replace_all_names(model: nn.Module) -> None:
-    """Put an adapted layer under all its names in the model, and in the evaluation path too."""
+    """Put adapted layers under all their names in the model, and let evaluation call them."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in wrapped_layers(model).values():
         inner = getattr(layer, "base_layer", getattr(layer, "original_module", None))
@@ -397,7 +398,7 @@ def _replace_all_names(model: nn.Module) -> None:
     replace_modules(model, new)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and adapted_layers(module):
-            # torch 2.13's fused inference path reads the base weights and calls no layer; 0 disables it.
+            # torch 2.13's fused inference path reads the base weights and calls no layers; 0 disables it.
             module.activation_relu_or_gelu = 0
 
 

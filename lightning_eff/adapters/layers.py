@@ -3,8 +3,8 @@
 Adapters, `precision/quantized_base` and Float8 use it. It imports neither PEFT, which takes seconds, nor
 bitsandbytes, which is optional: bitsandbytes' layers are recognized by class name and package.
 
-A head that is tied to an embedding is one parameter under two names. An adapter of the head changes only the
-head, so a shared weight cannot contain that change: a merged layer, or a trained copy, needs its own weight.
+A head that is tied to an embedding shares its weight with it. An adapter of the head changes only the head,
+so a merged or copied head needs a separate weight: see `untie`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def check_module_names(key: str, names: Iterable[str], known: Iterable[str]) -> 
         if any(f".{module}".endswith(f".{name}") for module in modules):
             continue
         ends = {module.rpartition(".")[2] for module in modules}
-        # Suggest what was meant: a full name for a name with dots, otherwise the last part of one.
+        # Suggest a full name for a name with dots, otherwise the last part of one.
         options = modules if "." in name else {end for end in ends if not end.isdigit()} or modules
         allowed = f"a module's name, or the end of one; {suggest_name(name, options)}"
         raise ConfigError(key=key, value=name, allowed=allowed)
 
 
 def is_in_module(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a module or parameter is, or is inside, a module with one of these (ends of) names.
+    """Return whether a module or parameter is in a module with one of these names or name endings.
 
     Example:
         >>> is_in_module("blocks.0.head.weight", ["head"]), is_in_module("blocks.0.overhead", ["head"])
@@ -60,7 +60,7 @@ def is_in_module(name: str, modules: Iterable[str]) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a module or tensor without the adapter around its layer.
+    """Return the name that a module or tensor has in the model without adapters.
 
     Example:
         >>> plain_name("blocks.0.linear.base_layer.weight"), plain_name("head.original_module")
@@ -70,7 +70,7 @@ def plain_name(name: str) -> str:
 
 
 def tied_parameters(model: nn.Module, part: nn.Module) -> dict[str, str]:
-    """Return the parameters that a part shares with the rest of a model: name in the part, in the model.
+    """Map the parameters of a part that the rest of the model shares: from names in the part to model names.
 
     Example:
         >>> model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})
@@ -99,7 +99,7 @@ def untie(model: nn.Module, part: nn.Module) -> None:
 
 
 def bitsandbytes_flag(layer: nn.Module) -> str | None:
-    """Return the model attribute that PEFT requires for such a quantized layer; None for other layers."""
+    """Return the model attribute that PEFT requires for a quantized layer; None for other layers."""
     for base in type(layer).__mro__:
         if base.__module__.partition(".")[0] == "bitsandbytes" and base.__name__ in BITSANDBYTES_FLAGS:
             return BITSANDBYTES_FLAGS[base.__name__]
@@ -107,7 +107,7 @@ def bitsandbytes_flag(layer: nn.Module) -> str | None:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Return whether a layer's class is bitsandbytes' or derived from one of its classes."""
+    """Return whether a layer is a quantized layer of bitsandbytes."""
     return bitsandbytes_flag(layer) is not None
 
 

@@ -4,8 +4,9 @@
 
 PEFT computes `(x @ A.T) @ B.T`, multiplies it by s, and adds it to y. Each step reads and writes tensors of
 the size of y, and so does the multiplication's backward pass. Here `addmm_` adds the product with alpha = s,
-with one rounding instead of PEFT's three. Parameters, names and checkpoints are PEFT's. Anything but a single
-plain adapter in the dtype of the result is left to PEFT. `callbacks/peft_adapter` calls `add_in_place`.
+with one rounding instead of PEFT's three. Parameters, names and checkpoints are PEFT's. PEFT's own forward
+runs if there is more than one adapter, a variant of LoRA, another dtype, or a hook.
+`callbacks/peft_adapter` calls `add_in_place`.
 
 Source: learned from https://github.com/huggingface/peft, tuners/lora/layer.py
 """
@@ -31,7 +32,7 @@ GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
 class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
-    """PEFT's LoRA around a linear layer; assigning it to `__class__` converts a layer."""
+    """PEFT's LoRA around a linear layer; a PEFT layer is converted by assigning this to its `__class__`."""
 
     @override
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -39,9 +40,9 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         adapter = None if args or kwargs else self._plain_adapter(x)
         if adapter is None:
             return super().forward(x, *args, **kwargs)
-        # As matrices, since the gradient of an in-place operation on a view would be copied.
-        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        y: Tensor = self.base_layer(rows)
+        # As a matrix: the gradient of an in-place operation on a view would be copied.
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # [T, K]
+        y: Tensor = self.base_layer(rows)  # [T, N]
         low: Tensor = self.lora_A[adapter](self.lora_dropout[adapter](rows))  # [T, r]
         weight: Tensor = self.lora_B[adapter].weight  # pyright: ignore[reportAssignmentType]
         add = torch.addmm if _keeps_results() else Tensor.addmm_
@@ -60,7 +61,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         is_number = isinstance(self.scaling[name], (int, float))
         if not is_number or any(type(part) not in PLAIN for part in parts[:3]):
             return None
-        # Hooks of the base layer would see its result change, and A's another shape; B is not called.
+        # Hooks on the base would see a result that changes later; on A, another shape; B is not called.
         if any(map(has_hooks, parts)) or any(vars(torch_module)[hooks] for hooks in GLOBAL_HOOKS):
             return None
         b = self.lora_B[name]
@@ -75,7 +76,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _keeps_results() -> bool:
-    """Return whether selective checkpointing or a compiler keeps results, which must then stay unchanged."""
+    """Return whether selective checkpointing or a compiler keeps results, which must not change in place."""
     if is_traced():
         return True
     modes = torch_private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "LoRA")()

@@ -1,21 +1,22 @@
 """Choose a policy for each repeated block (keep, recompute or offload), so that a step fits a memory budget.
 
 `callbacks/gradient_checkpointing` calls it for `policy="fit"`. A step is recorded on fake tensors once per
-policy, with that policy for all blocks. The starts of the blocks' forward and backward passes cut it into
-segments; a segment belongs to the block that started last. In a segment, live bytes change by a net amount
-and have a maximum in between. Both depend only on the policy of the segment's own block, because a block
-saves its input no matter how the previous block made it. So a few recordings give the peak of any mixture of
-policies. It is the maximum over segments of the earlier segments' net bytes plus the segment's own rise.
+policy, with that policy for all blocks. Where the forward or backward pass of a block starts, a new segment
+of the recording starts, which belongs to that block. A segment has a net change of live bytes, and a rise
+above its start. Both depend only on the policy of its own block, because a block saves its input no matter
+how the previous block made it. So a few recordings give the peak of any mixture of policies: the maximum over
+segments of the rise plus the net bytes of all earlier segments.
 
-The cheapest mixture under a budget is found exactly, block by block. Of two partial choices, one is dropped
-if it holds at least as many bytes at every later moment and costs at least as much. A byte over the bus costs
-more than any number of FLOPs: on an H100, the copies of `offload` did not overlap and took 3 times as long as
-recomputation. The chosen mixture is then predicted in full. If its blocks do influence each other, the limit
-is lowered by the difference. The result is never worse than a single policy, since those are candidates too.
+The cheapest mixture under a budget is found exactly, block by block. A partial choice is dropped if another
+one holds no more bytes at every later moment and costs no more. Costs are compared by bytes moved to the host
+first, then by FLOPs: on an H100, the copies of `offload` did not overlap and took 3 times as long as
+recomputation. The chosen mixture is then predicted in full. If that shows a higher peak than the sum, blocks
+do influence each other, and the limit is lowered by the difference. A single policy for all blocks is always
+a candidate, so the result is never worse.
 
 Why not in the planner, when a recipe starts: a plain Trainer has no planner. Why a second Trainer with new
-technique objects: the run's objects have already changed their module, and arguments define a technique
-fully.
+technique objects: the run's own objects have already changed the run's module, and a technique is fully
+defined by its arguments.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class UnpredictableError(Exception):
 
 @dataclass
 class Segments:
-    """A recorded step, cut at the starts of the blocks' forward and backward passes.
+    """A recorded step, cut where the forward and backward passes of blocks start.
 
-    For each segment: its block; `net`, the change of live bytes from start to end; `rise`, their maximum
-    minus their value at its start; its FLOPs; and the bytes that it moves to the host.
+    For each segment: its block; `net`, the change of live bytes from its start to its end; `rise`, the
+    maximum of live bytes minus their number at its start; its FLOPs; and the bytes moved to the host.
     """
 
     peak_bytes: int
@@ -78,6 +79,7 @@ class Segments:
     first_bytes: int
     """Maximum of live bytes before the first segment."""
     start_bytes: int
+    """Live bytes at the start of the first segment."""
     net: Numbers
     rise: Numbers
     flops: Numbers
@@ -85,7 +87,7 @@ class Segments:
 
     @classmethod
     def of(cls, recorder: Recorder, marks: Sequence[tuple[str, int, int]], *, on_device: bool) -> Segments:
-        """Cut a record at marks: (name of the starting block, number of events and FLOPs before it)."""
+        """Cut a recording at marks: the name of the starting block, and events and FLOPs so far."""
         # CUDA's allocator rounds every block up.
         unit = CUDA_BLOCK_BYTES if on_device else 1
         sizes: dict[int, int] = {}
@@ -94,13 +96,11 @@ class Segments:
             size = -(-event.num_bytes // unit) * unit
             is_on_host = event.allocation in recorder.on_host
             moved.append(moved[-1] + size * is_on_host)
-            # An event has the new size of its allocation: 0 for a free. Bytes on the host do not count on a
-            # device.
+            # An event has the new size of its allocation, 0 for a free. Host memory is not the device's.
             change = 0 if is_on_host and on_device else size - sizes.get(event.allocation, 0)
             sizes[event.allocation] = size
             live.append(live[-1] + change)
-        # live[i] is the number of bytes before event i, so a segment from cut a to cut b has live[a] to
-        # live[b].
+        # live[i] is the number of bytes before event i: a segment from cut a to cut b has live[a] to live[b].
         cuts = [*(index for _, index, _ in marks), len(recorder.events)]
         rise = [max(live[start : end + 1]) - live[start] for start, end in pairwise(cuts)]
         return cls(
@@ -116,7 +116,7 @@ class Segments:
 
 
 class RecordBlocks(pl.Callback):
-    """Recomputes the blocks of a predicted model by policies, and marks where each block starts."""
+    """Applies policies to the blocks of a predicted model, and marks where each block starts."""
 
     def __init__(self, policies: Policies, blocks: BlockSelector, recorder: Recorder) -> None:
         self.marks: list[tuple[str, int, int]] = []
@@ -130,7 +130,7 @@ class RecordBlocks(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, block in model_surgery.select_blocks(pl_module, self._blocks).items():
-            # Prepend: the mark must precede the allocations that recomputation makes for the block.
+            # Prepend: the mark must come before the first allocation of a recomputed block.
             block.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True)
             block.register_forward_hook(functools.partial(self._leave, name))
 
@@ -138,7 +138,7 @@ class RecordBlocks(pl.Callback):
         self.marks.append((name, len(self._recorder.events), self._recorder.flops))
 
     def _enter(self, name: str, *_: object) -> None:
-        if not in_backward():  # a recomputed block is no new start
+        if not in_backward():  # else the block is being recomputed, in a segment that has started already
             self._mark(name)
 
     def _leave(self, name: str, _block: object, _inputs: object, output: object) -> None:
@@ -149,11 +149,11 @@ class RecordBlocks(pl.Callback):
 
 
 class MemoryFit:
-    """Chooses the policy of each block of a module, by predictions on a copy of the unmodified module.
+    """Chooses the policy of each block of a module, by predictions on a copy of the original module.
 
     Args:
         trainer: The run's Trainer, during the `setup` of its callbacks.
-        own: The calling callback, which is left out of the predictions.
+        own: The callback that chooses; it takes no part in the predictions.
         module: The module, before techniques have changed it.
 
     Raises:
@@ -172,9 +172,9 @@ class MemoryFit:
                 self._twin = self._fakes.of(module)
         except Exception as error:  # a user's module may hold objects that cannot be copied
             raise _not_predicted(root_cause_line(error)) from error
-        # The copy has the original's replaced `configure_model`, with changes queued for the original.
+        # The original's `configure_model` was replaced, with changes to the original: undo it on the copy.
         model_surgery.restore(self._twin)
-        # The batch to predict with has been transferred, and changed by the module's hooks.
+        # These hooks have already been called with the batch that predictions use.
         for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
             setattr(self._twin, hook, lambda batch, *_: batch)
         if is_compiled(module):
@@ -190,25 +190,25 @@ class MemoryFit:
         memory_bytes = allocator.total_bytes(torch.device("cpu")) if gpu is None else gpu.memory_bytes
         # The minimum over ranks, as the negative of a maximum.
         budget_bytes = -self._most([-num_bytes(self._own.memory, memory_bytes)])[0]
-        # DDP's buckets are as large as the gradients. No operator allocates them, so they are not predicted.
+        # DDP's buckets are as large as the gradients. No operator allocates them, so no recording has them.
         trained_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
         buckets_bytes = trained_bytes if gpu is not None and self._trainer.world_size > 1 else 0
         names = list(model_surgery.select_blocks(module, self._own.blocks))
         predict = functools.partial(self._predict, batch, gpu)
         reason, chosen, peak_bytes = "", {}, 0
         try:
-            chosen, peak_bytes = choose(predict, budget_bytes - buckets_bytes, self._candidates(gpu))
+            # `offload` is the last policy; on a CPU it saves nothing.
+            policies = POLICIES if gpu is not None else POLICIES[:-1]
+            chosen, peak_bytes = choose(predict, budget_bytes - buckets_bytes, policies)
         except UnpredictableError as error:
             reason = str(error)
-        # Policies are ordered by saving, so the maximum of the indices saves most.
         own = [POLICIES.index(chosen.get(name, KEEP)) for name in names]
-        # If ranks differ, take the policy that saves most on any rank.
+        # If ranks differ, take the policy that saves most: policies are ordered, so it has the largest index.
         has_failed, *indices = self._most([bool(reason), *own])
         if has_failed:
             raise _not_predicted(reason or "on another rank")
         self.policies = {name: POLICIES[index] for name, index in zip(names, indices, strict=True)}
-        # The mixture is not the one that was predicted.
-        if indices != own:
+        if indices != own:  # this mixture has not been predicted yet
             peak_bytes = predict(self.policies).peak_bytes
         peak_bytes = self._most([peak_bytes])[0] + buckets_bytes
         if peak_bytes > budget_bytes:
@@ -233,13 +233,6 @@ class MemoryFit:
         sizes = {"predicted_peak_bytes": self._peak_bytes, "peak_bytes": top_bytes}
         return Outcome(did=did, numbers={"policies": dict(self.policies), **sizes})
 
-    def _candidates(self, gpu: Device | None) -> list[str]:
-        names = {name_of(each) for each in rules.callbacks_of(self._trainer)}
-        # `selective` would keep the products of all tiles; `offload` saves nothing on a CPU.
-        is_tiled = bool({"callbacks/tiled_mlp", "callbacks/tiled_conv"} & names)
-        left_out = {"selective": is_tiled, "offload": gpu is None}
-        return [policy for policy in POLICIES if not left_out.get(policy)]
-
     def _most(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum over ranks."""
         if self._trainer.world_size == 1:
@@ -251,12 +244,12 @@ class MemoryFit:
         trainer: Any = self._trainer
         recorder = Recorder()
         marks = RecordBlocks(policies, self._own.blocks, recorder)
-        # The predicted steps draw random numbers, for example for dropout, that the run must not miss.
+        # Predicted steps draw random numbers, for example for dropout: the run must draw the same ones again.
         states = random_states.capture(trainer.strategy.root_device)
         num_batches = trainer.num_training_batches
         with ExitStack() as stack:
             if Fakes.opened() is None:
-                stack.enter_context(real_tensors())  # leave the report's counters
+                stack.enter_context(real_tensors())  # the report must not count these steps
                 stack.enter_context(self._fakes)
                 stack.enter_context(CudaOperators(gpu.capability if gpu is not None else 0))
                 stack.enter_context(devices.predicted(gpu))
@@ -298,7 +291,7 @@ def _not_predicted(reason: str) -> ConfigError:
 
 
 def remade(technique: Any, **changed: Any) -> Any:
-    """Return a new object with the arguments of a technique, or of one of Lightning's precision plugins."""
+    """Make a new object with the arguments of a technique or precision plugin, some of them changed."""
     arguments = {
         # `given_x` holds an argument whose attribute `x` a base class already uses (core/technique.py).
         name: changed.get(name, getattr(technique, f"given_{name}", getattr(technique, name, None)))
@@ -330,8 +323,8 @@ class Mixtures:
             np.where(is_own, np.array([getattr(each, name) for each in runs.values()], np.int64), 0)
             for name in ("net", "rise", "flops", "moved_bytes")
         )
-        # Bytes that a block adds to the maximum in each segment: net bytes of its earlier segments, plus the
-        # rise in its own segments.
+        # Bytes that a block adds to the maximum in each segment: the net bytes of its earlier segments, plus
+        # the rise if the segment is its own.
         self.added: Numbers = np.cumsum(net, axis=2) - net + rise
         is_changed = np.broadcast_to(np.arange(len(runs)) > 0, net.shape[:2])
         costs = (moved.sum(axis=2), flops.sum(axis=2), is_changed)
@@ -352,13 +345,13 @@ class Mixtures:
 
     def cheapest(self, limit_bytes: int) -> Policies | None:
         """Return the mixture with the smallest `cost` whose peak is within a limit; None if there is none."""
-        # Even the smallest policies of all blocks must fit; `slack` is the room above them, per segment.
+        # `slack` is the room in each segment if every block has the policy that is smallest there.
         least = self.added.min(axis=1)
         slack = limit_bytes - self.start_bytes - least.sum(axis=0)
         if limit_bytes < self.first_bytes or (slack < 0).any():
             return None
         extra, count = self.added - least[:, None], len(self.policies)
-        # Per partial choice [rows]: bytes above the minimum by segment, cost, and policies so far.
+        # Per partial choice [rows]: bytes above that minimum by segment, costs, and policies so far.
         used, costs = np.zeros((1, extra.shape[2]), np.int64), np.zeros((1, 3), np.int64)
         picks = np.zeros((1, 0), np.int64)
         for index in range(len(self.names)):
@@ -369,11 +362,11 @@ class Mixtures:
             rows = np.flatnonzero((used <= slack).all(axis=1))
             if not len(rows):
                 return None
-            # Ignore segments in which no later block's bytes depend on its policy: they are settled.
+            # Compare only segments in which the bytes of a later block still depend on its policy.
             is_open = extra[index + 1 :].any(axis=(0, 1))
             rows = rows[_undominated(used[rows][:, is_open], costs[rows])]
             used, costs, picks = used[rows], costs[rows], picks[rows]
-        # `_undominated` sorts by cost, and all segments are settled now: the first row is the cheapest.
+        # `_undominated` sorts by cost, so the first row is the cheapest.
         return {name: self.policies[pick] for name, pick in zip(self.names, picks[0], strict=True)}
 
     def smallest_bytes(self) -> int:
@@ -388,12 +381,11 @@ class Mixtures:
 def _undominated(used: Numbers, costs: Numbers) -> list[int]:
     """Return the Pareto-optimal rows, the cheapest first.
 
-    No other row uses at most as many bytes in every segment at no higher cost.
+    A row is dropped if another one costs no more and uses no more bytes in any segment.
     """
-    # Equal columns give the same comparison.
-    different = np.unique(used, axis=1)
+    different = np.unique(used, axis=1)  # equal columns give the same comparison
     kept: list[int] = []
-    # By cost, its first entry first; a row can only be dominated by one that comes before it.
+    # In the order of costs, then bytes: a row can be dominated only by an earlier one.
     for row in np.lexsort([different.sum(axis=1), *costs.T[::-1]]):
         if not kept or not (different[kept] <= different[row]).all(axis=1).any():
             kept.append(int(row))
@@ -403,9 +395,9 @@ def _undominated(used: Numbers, costs: Numbers) -> list[int]:
 def choose(
     predict: Callable[[Policies], Segments], budget_bytes: int, policies: Sequence[str]
 ) -> tuple[Policies, int]:
-    """Return the cheapest policies under a budget, or else the policies with the smallest peak; and the peak.
+    """Return the cheapest policies within a budget, and their peak.
 
-    `policies` are the candidates, `keep` first.
+    If no policies fit, return those with the smallest peak. `policies` are the candidates, `keep` first.
     """
     plain = predict({})
     names = list(dict.fromkeys(plain.blocks))
@@ -424,7 +416,7 @@ def choose(
         found.append((dict(choice), peak_bytes))
         if peak_bytes <= goal:
             break
-        # The blocks do influence each other: lower the limit by the error of the sum.
+        # Blocks influence each other here: lower the limit by the error of the sum.
         limit -= peak_bytes - mixtures.peak_bytes(choice)
     fitting = [each for each in found if each[1] <= budget_bytes]
     if not fitting:
@@ -447,7 +439,7 @@ def num_bytes(memory: str | float, device_bytes: int) -> int:
 
 
 def merged(policies: Policies) -> str:
-    """Describe policies by block in words; neighbours with the same policy are merged.
+    """Describe policies in words; neighbouring blocks with the same policy are merged.
 
     Example:
         >>> merged({"net.0": "full", "net.1": "full", "net.2": "keep", "tail": "keep"})

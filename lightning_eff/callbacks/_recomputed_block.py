@@ -1,6 +1,6 @@
-"""Recompute a block in the backward pass, and select blocks by policy.
+"""Recompute blocks of a model in the backward pass, each by its policy.
 
-`gradient_checkpointing.py` uses it, and `_memory_fit.py`, which tries policies on copies of a model.
+`gradient_checkpointing.py` uses it on the model, and `_memory_fit.py` on copies, to try policies.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def keep_outputs(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts for a forward that keeps the outputs of some operations, and for its recomputation.
 
-    A kept output that the forward modifies in place is recomputed anyway. Recurrent layers modify every
+    Outputs that the forward modifies in place are recomputed nevertheless. Recurrent layers modify every
     product. A GRU does so through views without a common version counter, which PyTorch's check misses.
     """
 
@@ -81,25 +81,26 @@ def keep_outputs(
                 kept = [getattr(item, "val", None) for item in tree_leaves(output)]
                 held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
                 if any(mine is memory for mine in held for memory in memories):
-                    # torch 2.13's marker for an output that is recomputed.
+                    # torch 2.13's marker of an output that must be recomputed.
                     outputs[index] = torch_private(
                         "torch.utils.checkpoint:_RECOMPUTE", "policy=selective with in-place operations"
                     )
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    storage = forward.storage  # `policy` must not hold `forward`: the cycle would keep every output alive
+    # `policy` refers to the storage only: a cycle with `forward` would keep all outputs alive.
+    storage = forward.storage
     return forward, _Recomputation(recomputation, storage)
 
 
 class _Recomputation:
-    """Context of a recomputation; it pops outputs from a copy, so that a second recomputation finds them."""
+    """Context of a recomputation that leaves the kept outputs for a second recomputation."""
 
     def __init__(self, mode: Any, storage: dict[Any, Any]) -> None:
         self._mode, self._storage = mode, storage
 
     def __enter__(self) -> None:
-        # torch's context pops each output that it returns.
+        # torch's context pops each output that it returns, so give it a copy.
         self._mode.storage = {operation: copy.copy(outputs) for operation, outputs in self._storage.items()}
         self._mode.__enter__()
 
@@ -112,21 +113,21 @@ class RecomputedBlock:
     """Recomputes a block's activations until `remove` is called.
 
     Two hooks around the block's forward drive PyTorch's non-reentrant checkpoint. So the block keeps its
-    class, name and keys, and a compiled forward inside stays compiled. In addition to PyTorch's checkpoint:
+    class, name and keys, and a compiled forward inside stays compiled. Differences to PyTorch's checkpoint:
 
-    - The block runs again with the state that its modules and the containers among its inputs had at the call
-      (`CallState`); the second run's writes to them are undone.
+    - The recomputation sees the block's modules, and containers among the inputs, as they were at the call
+      (`CallState`). What it writes to them is undone.
     - Tensors passed by keyword are treated like positional ones.
     - The inputs may be offloaded to host memory.
     - Errors name the block.
 
-    Why not `torch.distributed._composable.checkpoint`, which drives the same generator: its hooks cannot be
-    removed, a second backward through a retained graph fails in it, and it ignores tensors passed by keyword.
+    Why not `torch.distributed._composable.checkpoint`, which uses the same generator: its hooks cannot be
+    removed, a second backward through a retained graph fails, and it ignores tensors passed by keyword.
 
     Args:
         block: Any module.
         name: The block's name, for errors.
-        contexts: Contexts around forward and recomputation; for selective checkpointing.
+        contexts: Contexts around the forward and the recomputation, for `selective`.
         host: Offloads the block's inputs until the backward pass; None keeps them on the device.
     """
 
@@ -149,9 +150,9 @@ class RecomputedBlock:
         self._stops_early = stops_early(block)
         self._frames: list[tuple[Generator[None], AbstractContextManager[Any]]] = []
         self._is_recomputing = False
-        untraced: Any = torch.compiler.disable  # the block's content may be compiled, but not the hooks
+        untraced: Any = torch.compiler.disable  # the block may be compiled, but not these hooks
         self._handles = [
-            # Prepend: other hooks, which may change the inputs, then run inside the checkpoint, once per run.
+            # Prepend: other hooks, which may change the inputs, then run inside the checkpoint, in both runs.
             block.register_forward_pre_hook(untraced(self._before), with_kwargs=True, prepend=True),
             block.register_forward_hook(untraced(self._after), prepend=True, always_call=True),
         ]
@@ -171,11 +172,11 @@ class RecomputedBlock:
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Inside a recomputation the block runs as usual; without gradients nothing is kept.
+        # A recomputation runs the block as usual; without gradients no activations are kept.
         if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
-        # Hugging Face's models pass a key-value cache to their layers even in training. Each recomputation
-        # would append to it again.
+        # Hugging Face's models pass a key-value cache to their layers even in training. The recomputation
+        # would append to the cache again.
         passed = dict(zip(self._names, args, strict=False)) | kwargs
         caches = {name: passed[name] for name in CACHES if passed.get(name) is not None}
         for name, cache in caches.items():
@@ -191,18 +192,18 @@ class RecomputedBlock:
         )
         # An empty cache is not needed in training: pass None in its place.
         args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
-        # Pass arguments by position where possible: only positional tensors are saved like activations.
+        # By position where possible: torch saves only positional tensors like activations.
         positional, keywords = list(args), dict(given)
         while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
             positional.append(keywords.pop(self._names[len(positional)]))
         frame = self._new_frame(block, positional, keywords, len(args))
-        # Only the inputs are offloaded: inside the block, the checkpoint's own hooks are innermost.
+        # These hooks offload the inputs only: inside the block, the checkpoint's own hooks are innermost.
         host = self._host
         offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
         offloading.__enter__()
-        # Runs up to the block's forward; `_after` resumes the generator.
+        # Run the generator up to the block's forward; `_after` resumes it.
         next(frame)
-        # A stack, since a block may call itself.
+        # A list, since a block may call itself.
         self._frames.append((frame, offloading))
         return args, given
 
@@ -220,14 +221,14 @@ class RecomputedBlock:
     ) -> Generator[None]:
         """Return the checkpoint of one forward; the first `num_positional` of `args` pass by position."""
         forward, recomputation = self._contexts()
-        # torch saves positional tensors and checks their versions.
+        # torch itself saves positional tensors, and checks their versions.
         noted = [each for each in args if not isinstance(each, Tensor)]
         state = CallState(block, [*noted, *kwargs.values()])
 
         @contextmanager
         def first() -> Generator[None]:
             autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-            # The checkpoint's own hooks, which recompute in `unpack`; wrap it to explain its errors.
+            # The checkpoint's own hooks: `unpack` recomputes. Wrap it, to explain its errors.
             pack, unpack = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
 
             def explained(saved: Any) -> Any:
@@ -242,7 +243,8 @@ class RecomputedBlock:
                 yield
             state.end_forward()
 
-        # Not a context of `context_fn`: a second backward through a retained graph would enter it again.
+        # Enters its contexts itself: torch would enter the same context object again in a second backward
+        # through a retained graph.
         def again(*args: Any, **kwargs: Any) -> None:
             self.num_recomputed += 1
             named = dict(zip(self._names[num_positional:], args[num_positional:], strict=False))
@@ -253,14 +255,14 @@ class RecomputedBlock:
             finally:
                 self._is_recomputing = False
 
-        # preserve_rng_state, context_fn, determinism_check, debug and early_stop, by position
+        # By position: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
         options = (True, lambda: (first(), nullcontext()), "default", False, self._stops_early)
-        # torch 2.13: a generator that runs up to the forward, and past it when resumed.
+        # torch 2.13: a generator that stops just before the forward, and ends when resumed after it.
         place = "torch.utils.checkpoint:_checkpoint_without_reentrant_generator"
         return torch_private(place, "callbacks/gradient_checkpointing")(again, *options, *args, **kwargs)
 
     def _explanation(self, error: RuntimeError) -> str:
-        """Return an explanation of the checkpoint's errors for this block; empty for any other error."""
+        """Explain an error of the checkpoint for this block; empty for any other error."""
         text = str(error)
         if isinstance(error, RecomputationError):
             return ""
@@ -287,8 +289,8 @@ def recompute(
 
     Args:
         model: Any module; blocks that are already recomputed do not change.
-        policy: `full`, `every_n`, `selective` or `offload`; or a mapping from block names to one of these
-            (except `every_n`) or `keep`. Blocks that are not listed are kept.
+        policy: `full`, `every_n`, `selective` or `offload`; or a policy by block name: `full`, `selective`,
+            `offload` or `keep`. Blocks without a policy keep their activations.
         every_n_blocks: For `every_n`: recompute one block in this many, starting with the first.
         blocks: Blocks to select from; None finds the repeated ones.
 

@@ -1,22 +1,21 @@
 """Have training batches ready: a measured number of workers, and batches on the GPU ahead of use.
 
-Workers make samples in separate processes. They halve the wait for slow samples and multiply the time of tiny
-ones. So their number is measured on the loader's own samples before training; 0 is a possible result. Batches
-from workers are copied to a GPU on a side stream while the previous step computes. The data and their order
-stay the same. Samplers and the training's random draws are untouched, and a stateful loader's position is the
-last batch handed out.
+Workers make samples in separate processes. They help with slow samples, and cost time with tiny ones. So
+their number is measured on the loader's own samples before training; 0 is a possible result. Batches from
+workers are copied to a GPU on a side stream while the previous step computes. The data, their order and the
+training's random numbers stay the same. A stateful loader's position is the last batch handed out.
 
 Why no thread that fetches ahead: its samples would draw random numbers between the training's draws. Workers
 give the same benefit for any sample that is slow enough to matter.
 
 Saves: waiting for data; the report shows its fraction of the time before and after.
-Costs: host memory for each worker and device memory for the batches that are ready. A few seconds to measure
-    some of the dataset's samples at the start, at most a twentieth of an epoch's loading time; a fixed
-    number such as `num_workers=2` is not measured. If workers fetch ahead, samples, and samplers that draw
-    one by one, draw other random numbers. Streams and stateful loaders keep their own workers.
-When not: samples are tiny; then it measures that and uses no workers.
-Conflicts: none. If hooks move batches (`transfer_batch_to_device`, `on_before_batch_transfer`), they are
-    called as usual, and batches are not moved ahead.
+Costs: host memory for each worker, and device memory for the batches that are ready. Measuring takes a few
+    seconds at the start, at most a twentieth of an epoch's loading time; a fixed number such as
+    `num_workers=2` is not measured. In workers, samples draw other random numbers, and so does a sampler that
+    draws one index at a time. Streams and stateful loaders keep their own workers.
+When not: samples are tiny; then no workers are used.
+Conflicts: none. With custom hooks that move batches (`transfer_batch_to_device`, `on_before_batch_transfer`),
+    no batch is moved ahead.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
 """
 
@@ -27,7 +26,7 @@ import itertools
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Literal
@@ -54,13 +53,13 @@ from lightning_eff.report.live_bytes import tensors_in
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
 NUM_BATCHES, MAX_BATCHES = 4, 512
-"""Batches to compare, and to time in this process; and the maximum number to time with workers."""
+"""Batches to compare, and to time in this process; the maximum number of batches to time with workers."""
 MIN_WAIT = 0.1
 """Minimum fraction of a run's time spent waiting for data for this technique to be suggested."""
 MAX_TIME_RATIO = 0.9
 """More workers are chosen only if a batch then takes at most this fraction of the time."""
 MAX_EPOCH_FRACTION, START_S = 0.05, 0.1
-"""Limit of trials, as a fraction of the time to load an epoch here; and seconds for the first trial."""
+"""Limit of all trials, as a fraction of an epoch's loading time; and the expected time of the first one."""
 WORKER_TIMEOUT_S = 20.0
 """Time after which a worker that returns no sample is considered hung."""
 
@@ -69,12 +68,12 @@ class DataPreload(Managed):
     """Have training batches ready.
 
     Args:
-        num_workers: Processes that make samples; `auto` measures, but does not change a loader over a stream.
+        num_workers: Processes that make samples; `auto` measures, and keeps the workers of a stream.
         prefetch_factor: Batches that each worker keeps ready.
         persistent_workers: Keep the workers between epochs even if the loader does not; they do not see later
             changes of the dataset.
-        pin_memory: Use page-locked host memory, so that copies to a GPU overlap with computation; None uses
-            it only on a GPU.
+        pin_memory: Use page-locked host memory, so that copies to a GPU overlap with computation; None does
+            so on a GPU.
         num_batches_ahead: Number of workers' batches to copy to the GPU ahead of use.
         max_measure_s: Maximum seconds of measuring, without the start of workers.
 
@@ -112,14 +111,14 @@ class DataPreload(Managed):
 
     def _reset(self) -> None:
         self._prepared: list[tuple[PrefetchLoader, int, WorkerChoice]] = []
-        """Each loader, its number of workers, and the choice behind it."""
+        """Each loader, its number of workers, and the choice that led to it."""
         self._measured: dict[Any, WorkerChoice] = {}
         self._final: Outcome | None = None
         self._epoch = 0
         self._transfer_hook = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Take no part: a prediction loads nothing, and workers would be started."""
+        """Take no part in a prediction, which loads no data: workers would be started for nothing."""
         del gpu
         return False
 
@@ -171,7 +170,7 @@ class DataPreload(Managed):
             }
             for name, value in values.items():
                 object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some of them
-        # Without workers nothing is fetched ahead: samples' random draws would mix with the training's.
+        # Without workers nothing is fetched ahead: samples would draw between the training's random draws.
         is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
         kind = StatefulPrefetchLoader if dataloaders.is_stateful(loader) else PrefetchLoader
         prepared = kind(
@@ -179,14 +178,13 @@ class DataPreload(Managed):
             tuned,
             num_ahead=self.num_batches_ahead if is_ahead else 0,
             device=device if is_ahead and self.num_batches_ahead else None,
-            limit=lambda: trainer.num_training_batches,
         )
         self._prepared.append((prepared, num_workers, choice))
         return prepared
 
     def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-            # A trial needs samples by index, and another number of workers would change a stream's order.
+            # A trial reads samples by index, and another number of workers would change a stream's order.
             return WorkerChoice(None, {}, "its dataset has no indices")
         if dataloaders.is_stateful(loader):
             return WorkerChoice(None, {}, "a stateful loader's position depends on its workers")
@@ -196,7 +194,7 @@ class DataPreload(Managed):
         if key not in self._measured:
             most = num_cores(getattr(trainer, "num_devices", 1))
             measured = choose_num_workers(loader, max_workers=most, budget_s=self.max_measure_s)
-            # Every rank takes part; rank 0 decides.
+            # All ranks measure, and all use rank 0's choice.
             self._measured[key] = trainer.strategy.broadcast(measured)
         return self._measured[key]
 
@@ -248,10 +246,10 @@ class WorkerChoice:
 
 
 def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
-    """Try 0, 1, 2, 4, ... workers until more do not help, or trials would take too much of an epoch.
+    """Try 0, 1, 2, 4, ... workers until more do not help, or trials take too much of an epoch's time.
 
-    A trial makes batches from fixed indices of the dataset, so no sampler advances. `budget_s` limits the
-    time of all trials, without the start of workers.
+    A trial loads fixed indices of the dataset, so no sampler advances. `budget_s` limits the time of all
+    trials, without the start of workers.
 
     Example:
         >>> choose_num_workers(DataLoader(range(64)), max_workers=0, budget_s=0.1).num_workers
@@ -260,11 +258,10 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     reason = ""
-    if counts and multiprocessing.current_process().daemon:
-        reason = "this process may not start others"
-    # A user who already has workers has shown that the script can start them.
-    elif counts and method != "fork" and loader.num_workers == 0:
+    # A loader that already has workers has shown that the script can start them.
+    if counts and method != "fork" and loader.num_workers == 0:
         reason = f"processes are started by {method}, which runs a script without a main guard again"
+        counts = []
     tried: dict[int, float] = {}
     samples: list[Any] = []
     best, trial_s, end = 0, 0.0, 0.0
@@ -274,13 +271,13 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
             start = time.perf_counter()
             loader.dataset[0]
             sample_s = max(time.perf_counter() - start, 1e-9)
-            # The first sample's time estimates the time of an epoch, which limits the trials.
-            # One part of the budget per trial, with the one of this process.
+            # The first sample's time estimates an epoch's time, which limits the trials. Each trial gets an
+            # equal part of the budget.
             budget_s = min(budget_s, MAX_EPOCH_FRACTION * sample_s * len(loader.dataset)) / (1 + len(counts))  # pyright: ignore[reportArgumentType]
             # Use smaller batches for slow samples.
             batch_size: int = getattr(loader.batch_sampler, "batch_size", None) or 1
             size = min(batch_size, max(1, int(budget_s / (3 * NUM_BATCHES * sample_s))))
-            for count in (0, *(() if reason else counts)):
+            for count in (0, *counts):
                 start = time.perf_counter()
                 if count and start + trial_s > end:
                     reason = f"trials may take {MAX_EPOCH_FRACTION:.0%} of an epoch's loading"
@@ -289,16 +286,16 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                 now = time.perf_counter()
                 trial_s = now - start if count else START_S
                 samples = samples or found
-                # A shared file handle gives workers other samples; random samples differ here too.
+                # Workers that share a file handle read wrong samples. Random samples always differ.
                 if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
                     return WorkerChoice(0, tried, "samples of a worker differ from this process's")
-                # Seconds per batch of the user's size.
+                # Seconds per batch of the loader's own size.
                 tried[count] = seconds * batch_size / size
                 if not count:
                     num_batches = sized_len(loader)
                     epoch_s = float("inf") if num_batches is None else num_batches * tried[0]
                     end = now + MAX_EPOCH_FRACTION * epoch_s
-                # More workers must be clearly faster; the first doubling that does not help is the last.
+                # More workers must be clearly faster. The first doubling that is not ends the trials.
                 if tried[count] < MAX_TIME_RATIO * tried[best]:
                     best = count
                 elif count > 1:
@@ -312,7 +309,7 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
 def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> tuple[list[Any], float]:
     """Return the first batches of `size` samples, and the mean seconds of the batches after them."""
     num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    # Time workers on samples that this process has not read yet: read ones may be in the file cache.
+    # Time workers on samples that have not been read yet: others may be in the file cache.
     timed = range(2 * NUM_BATCHES, MAX_BATCHES) if count else range(NUM_BATCHES, 2 * NUM_BATCHES)
     indices = [
         [(number * size + k) % num_samples for k in range(size)] for number in (*range(NUM_BATCHES), *timed)
@@ -326,7 +323,7 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
     else:
         keywords["batch_sampler"] = indices
     batches = iter(DataLoader(loader.dataset, **keywords))
-    # At least one batch per worker, so that all have started.
+    # Wait for one batch of each worker, so that all have started.
     first = list(itertools.islice(batches, max(NUM_BATCHES, count)))[:NUM_BATCHES]
     start = now = time.perf_counter()
     num_done = 0
@@ -340,7 +337,7 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Compare batches; values that cannot be compared count as different."""
+    """Return whether two lists of batches have equal tensors and values."""
     pairs = tree_leaves(left), tree_leaves(right)
     return len(pairs[0]) == len(pairs[1]) and all(
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a is b or a == b)
@@ -350,32 +347,27 @@ def _are_equal(left: Any, right: Any) -> bool:
 
 @dataclass(frozen=True)
 class FetchedBatch:
-    """One batch, or the error that ended the pass."""
+    """One batch that was fetched ahead of its use."""
 
-    batch: Any = None  # on the device if batches are moved ahead
-    state: Any = None  # a stateful loader's state after this batch
-    arrived: Any = None  # CUDA event at the end of the copy to the device; None if nothing was copied
-    error: Exception | None = None  # the loader's error, `StopIteration` at its end
+    batch: Any  # on the device if batches are moved ahead
+    state: Any  # a stateful loader's state after this batch
+    arrived: Any  # CUDA event at the end of the copy to the device; None if nothing was copied
 
 
 class PrefetchLoader(dataloaders.LoaderWrapper):
-    """Wraps a loader for training: another number of workers, and batches on the device ahead of use.
+    """Wraps a training loader, with another number of workers and with batches on the device ahead of use.
 
-    A second iteration during a pass (to look at some images) gets an iterator of the loader itself, and does
-    not consume the training's batches.
+    A second iteration during a pass (to look at some images) iterates the loader itself, and takes no
+    batches from the training.
 
     Args:
         loader: The wrapped loader.
-        tuned: The same loader with other workers, for the training; None takes `loader` itself.
+        tuned: A copy of the loader with other workers, to train with; None takes `loader` itself.
         num_ahead: Number of batches to fetch ahead of use.
         device: CUDA device to copy batches to, on a side stream; None copies nothing.
-        limit: Returns the number of batches in the epoch; a stream may continue in the next one.
     """
 
-    OWN = (
-        "loader", "num_ahead", "device", "limit",
-        "_tuned", "_current", "_source", "_taken_state", "_is_over",
-    )  # fmt: skip
+    OWN = ("loader", "num_ahead", "device", "_tuned", "_current", "_source", "_taken_state", "_is_over")
 
     def __init__(
         self,
@@ -384,12 +376,10 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         *,
         num_ahead: int = 0,
         device: torch.device | None = None,
-        limit: Callable[[], float] = lambda: float("inf"),
     ) -> None:
         super().__init__(loader)
         self.num_ahead = num_ahead
         self.device = device
-        self.limit = limit
         self._tuned = loader if tuned is None else tuned
         self._current: Generator[Any] | None = None
         """The current pass of the training."""
@@ -404,65 +394,58 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if self._is_over or (self._current is not None and getgeneratorstate(self._current) != GEN_CLOSED):
             return iter(self.loader)
         self._source = self._taken_state = None
-        # The pass's iterator must draw the same random numbers as the loader's. torch 2.13: a loader without
-        # workers draws a seed when its iterator is created, and the sampler's seed with the first batch. With
-        # workers it draws both at once; persistent workers draw no seed in later passes.
+        # `tuned` must draw the same random numbers as `loader` would. torch 2.13: a loader without workers
+        # draws a seed when its iterator is created, and the sampler's seed with the first batch. With workers
+        # it draws both when the iterator is created; persistent workers draw no seed in later passes.
         tuned, loader, seed = self._tuned, self.loader, 0
         is_at_once = tuned is loader or loader.num_workers > 0
-        # Our persistent workers draw no seed, but new workers of the loader would.
+        # The persistent workers of `tuned` draw no seed, but new workers of `loader` would.
         is_kept = is_at_once and tuned is not loader and tuned._iterator is not None  # noqa: SLF001
         if not is_at_once or (is_kept and not loader.persistent_workers):
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
         if is_at_once:
             self._source = source = iter(tuned)
             if tuned is not loader and not tuned.num_workers:
-                # Take the first index now: the sampler draws its order with it.
+                # Request the first index now, as workers would: the sampler draws its order with it.
                 indices = source._sampler_iter  # noqa: SLF001
                 source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:
-            # A loader without workers seeds its sampler with this draw: give our workers' loader the same
-            # seed.
+            # A loader without workers seeds its sampler with this draw; `tuned` must use the same seed.
             object.__setattr__(tuned, "generator", torch.Generator().manual_seed(seed))
         self._current = self._batches()
         return self._current
 
     def _batches(self) -> Generator[Any]:
         """Hand out the batches of one pass."""
+        # The batch to hand out next, and up to `num_ahead` further ones.
         ready: deque[FetchedBatch] = deque()
-        num_fetched = 0
+        is_over = False
         stream = None if self.device is None else torch.cuda.Stream(self.device)
         while True:
-            # Always fetch one batch; fetch further ones only within this epoch.
-            while not ready or (
-                len(ready) <= self.num_ahead and ready[-1].error is None and num_fetched < self.limit()
-            ):
-                # `ready` holds the batch to hand out and up to `num_ahead` further ones.
-                ready.append(self._fetch(stream))
-                num_fetched += 1
-            if isinstance(ready[0].error, StopIteration):
+            while len(ready) <= self.num_ahead and not is_over:
+                try:
+                    ready.append(self._fetch(stream))
+                except StopIteration:
+                    is_over = True
+            if not ready:
                 return
             # No variable here may refer to the batch while it is trained on: that would keep its memory.
             yield self._take(ready.popleft())
 
     def _fetch(self, stream: Any) -> FetchedBatch:
-        """Fetch one batch, or the error to raise in its place."""
-        try:
-            if self._source is None:
-                self._source = iter(self._tuned)
-            batch, arrived = next(self._source), None
-            # Read before the next fetch advances the loader.
-            state = self.loader.state_dict() if isinstance(self, StatefulPrefetchLoader) else None
-            if self.device is not None:
-                with torch.cuda.stream(stream):
-                    batch, arrived = move_data_to_device(batch, self.device), stream.record_event()
-        except Exception as error:  # noqa: BLE001 - raised when its batch is due
-            return FetchedBatch(error=error)
+        """Fetch the next batch, and start its copy to the device on a stream."""
+        if self._source is None:
+            self._source = iter(self._tuned)
+        batch, arrived = next(self._source), None
+        # Read before the next fetch advances the loader.
+        state = self.loader.state_dict() if isinstance(self, StatefulPrefetchLoader) else None
+        if self.device is not None:
+            with torch.cuda.stream(stream):
+                batch, arrived = move_data_to_device(batch, self.device), stream.record_event()
         return FetchedBatch(batch, state, arrived)
 
     def _take(self, fetched: FetchedBatch) -> Any:
         """Return a batch that the current stream may use."""
-        if fetched.error is not None:
-            raise fetched.error
         if fetched.arrived is not None:
             current = torch.cuda.current_stream(self.device)
             # The copy runs on the side stream: computation waits for it.
@@ -481,7 +464,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         self._current = None
         source, self._source = self._source, None
         if self._tuned is not self.loader and not self._tuned.persistent_workers:
-            # End workers now, since a traceback may keep the iterator alive.
+            # End the workers explicitly, since a traceback may keep the iterator alive.
             end_workers = getattr(source, "_shutdown_workers", None)
             if end_workers is not None:
                 end_workers()
@@ -498,20 +481,20 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
 
     @property
     def _iterator(self) -> Any:
-        """Close the pass and return the inner iterator, whose workers Lightning 2.6 then shuts down."""
+        """Close the pass, and return the inner iterator, whose workers Lightning 2.6 shuts down."""
         self.close()
         return self._tuned._iterator  # noqa: SLF001
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        # An attribute that Lightning sets belongs on the loader that is iterated, too.
+        # Lightning sets attributes: the loader that is iterated needs them too.
         if name not in self.OWN and self._tuned is not self.loader:
             setattr(self._tuned, name, value)
         super().__setattr__(name, value)
 
 
 class StatefulPrefetchLoader(PrefetchLoader):
-    """A `PrefetchLoader` for a stateful loader; its state follows the last batch handed out, not fetched."""
+    """A `PrefetchLoader` for a stateful loader; its state is the one after the last batch handed out."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch handed out."""

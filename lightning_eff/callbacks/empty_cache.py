@@ -1,13 +1,13 @@
 """Return unused memory of PyTorch's caching allocator to the driver, between optimizer steps.
 
-The allocator keeps freed memory in blocks of the requested sizes. When sizes change (ragged batches,
-validation, another process on the GPU), these blocks no longer fit. Then a run can hit an OOM with memory to
-spare. Emptying the cache every n optimizer steps returns the blocks to the driver. It happens between two
-steps, when activations are freed. On the CPU, the cache is glibc's heap.
+The allocator keeps freed memory in blocks of the sizes that were requested. When sizes change (ragged
+batches, validation), these blocks no longer fit, and a run can hit an OOM although enough memory is free.
+Emptying the cache every n optimizer steps returns the blocks to the driver. It happens between two steps,
+when activations are freed. On the CPU, the cache is glibc's heap.
 
 Saves: memory that the allocator caches but does not use, when sizes change or other processes need the GPU.
 Costs: the next step requests memory from the driver again: up to about 10 % of the time if done every step.
-    Milliseconds are logged.
+    The milliseconds are logged.
 When not: sizes never change.
 Conflicts: none. On CUDA, `PYTORCH_ALLOC_CONF=expandable_segments:True` prevents most of this fragmentation.
 Source: `torch_empty_cache_steps` of Hugging Face's Trainer;

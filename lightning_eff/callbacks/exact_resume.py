@@ -1,18 +1,18 @@
 """Resume a run as if it had not been stopped: the same order of samples, the same random numbers.
 
-Lightning saves weights, optimizers and counters, but neither random states nor a loader's position. So a
-resumed run sees other samples, some of them twice, and other dropout. This callback saves both for every rank
-with each checkpoint, and restores both before the first batch. Batches that were already trained on are
-skipped by their indices. With workers they are loaded again and dropped, since samples may draw random
-numbers there. A hash of an epoch's first indices verifies their order. Frozen parameters and modules in
-evaluation mode are restored too: callbacks may set them in a single epoch, and the weights do not show it.
+Lightning saves weights, optimizers and counters, but no random states and no position in a loader. So a
+resumed run sees other samples, some of them twice, and draws other dropout masks. With each checkpoint, this
+callback saves the random states and the position of every rank. It restores them before the first batch.
+
+Batches that were already trained on are skipped by their indices. With workers they are loaded again and
+dropped, since samples may draw random numbers in workers. Hashes of an epoch's first indices verify the
+order. The flags `requires_grad` and `training` are restored too: a callback may set them in one epoch only.
 
 Validation during training does not change the random states, because a resumed run does not repeat the
-validation after which it was saved.
+validation that came just before the save.
 
 Saves: an interrupted run: once resumed, it matches the uninterrupted run bit for bit.
-Costs: about 16 kB per rank in a checkpoint, and the time to load skipped batches in workers. After an epoch's
-    end, the sampler draws that epoch's first indices again.
+Costs: about 16 kB per rank in a checkpoint. A resumed run with workers loads the skipped batches again.
 When not: loaders that are created again for each epoch; a message says so.
 Conflicts: none.
 Source: the order of draws in torch's `DataLoader`;
@@ -53,10 +53,10 @@ class ExactResume(Managed):
     """Save and restore the order of samples and all random states.
 
     Args:
-        workers: `replay` loads workers' batches that were already trained on again, and drops them: exact
+        workers: `replay` lets workers load batches again that were already trained on, and drops them: exact
             even with random augmentation. `fast` skips them: augmentations differ until the epoch's end.
-        changed_data: `refuse` or `continue` if, in the middle of an epoch, the dataset's length or the batch
-            size has changed.
+        changed_data: `refuse` or `continue` a run that was saved within an epoch, if the dataset's length or
+            the batch size has changed since.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[ExactResume()], logger=False, accelerator="cpu")
@@ -105,26 +105,28 @@ class ExactResume(Managed):
         self._saved_flags, self._training_flags = {}, {}
         self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
+        # Observe loaders before other techniques copy them, so that copies share the index stream. Wrap them
+        # last, so that the position counts the batches that the training loop takes.
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: self._observe(loader, loop), position=-1)
         )
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: wrap(loader, run), position=1)
         )
-        # The second makes loaders and iterators in a resumed run.
+        # In a resumed run, the second method makes validation loaders and their iterators.
         for name in ("run", "increment_progress_to_evaluation_end"):
             self._isolate(loop.epoch_loop.val_loop, name, pl_module)
 
     def _observe(self, loader: Any, loop: Any) -> Any:
         combined = loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
         if combined is not self._previous:
-            # Lightning makes all loaders again: forget the earlier epoch's.
+            # Lightning makes all loaders again: forget the loaders of the earlier epoch.
             self._run.unwrap()
             self._previous = combined
         return observe(loader, self._run)
 
     def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:
-        """Wrap a method of the validation during training, so that it does not change random states."""
+        """Wrap a method of the validation loop, so that it does not change training's random states."""
         method = getattr(validation, name)
 
         def isolated() -> Any:
@@ -147,14 +149,14 @@ class ExactResume(Managed):
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
             # A collective: every rank saves its own position.
             checkpoint[KEY][POSITIONS] = of_all_ranks(own)
-            # In a validation, modules are in evaluation mode: save their flags from before it.
+            # During a validation all modules are in evaluation mode: save their flags from before it.
             checkpoint[KEY][FLAGS] = self._saved_flags or self._training_flags or flags_of(pl_module)
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
         """Suppress Lightning's warning that the loader is not resumable: it does not know this callback."""
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
-        # `filterwarnings` inserts at the front; remove exactly this entry after the run.
+        # `filterwarnings` inserts at the front: after the run, remove exactly this entry.
         added = warnings.filters[0]
         filters = cast(list[Any], warnings.filters)
         self.cleanup.callback(lambda: added in filters and filters.remove(added))
@@ -162,6 +164,7 @@ class ExactResume(Managed):
     def _position(self, trainer: pl.Trainer) -> RankPosition:
         loop: Any = trainer.fit_loop.epoch_loop
         progress = loop.batch_progress
+        # A batch counts as ready when its step begins, and as processed after the optimizer step.
         is_in_step = progress.current.ready > progress.current.processed
         notes = ["saved within a step, which is repeated with other random numbers"] if is_in_step else []
         if not is_in_step and not progress.is_last_batch and loop._should_accumulate():  # noqa: SLF001
@@ -209,14 +212,15 @@ class ExactResume(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run, loop, self._has_begun = self._run, cast(Any, trainer.fit_loop), True
-        # If the number of steps is requested, Lightning makes loaders before it reads the checkpoint. At an
-        # epoch's end it restores no state of stateful loaders.
+        # Lightning restores no state of stateful loaders at an epoch's end, nor if something asked for the
+        # number of steps: then it made the loaders before it read the checkpoint.
         states = loop._combined_loader_states_to_load  # noqa: SLF001
         if run.pending is not None and states:
             loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
             loop._combined_loader_states_to_load = []  # noqa: SLF001
         if self._resumed_step is not None:
             self._finish_late(loop, pl_module)
+        # Begin the resumed pass, unless Lightning has done so after it read the checkpoint.
         if not run.is_before_epoch and run.pending is not None and (states or not run.is_begun):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
@@ -230,7 +234,7 @@ class ExactResume(Managed):
         if is_reloaded and run.pending is not None and run.pending.is_over:
             run.inexact.append("loaders that are created again for each epoch draw another order")
         if run.num_remaining:
-            # Lightning's counter must equal the epoch's batches minus the remaining ones.
+            # Lightning ends the epoch at `max_batches`: set its counter so that the remaining ones are left.
             current = loop.epoch_loop.batch_progress.current
             shift = int(loop.max_batches) - max(run.num_remaining) - current.ready
             for name in ("ready", "started", "processed", "completed"):
@@ -239,10 +243,10 @@ class ExactResume(Managed):
             run.report = lambda: rank_zero_info(self.outcome().did)
 
     def _finish_late(self, loop: Any, model: torch.nn.Module) -> None:
-        """Restore flags after the run's start hooks, and begin a new epoch's pass after its start hooks.
+        """Restore flags after the run's start hooks; begin a new epoch's pass after the epoch's start hooks.
 
-        Lightning 2.6 begins a run's first pass earlier: workers would request indices before `set_epoch`, and
-        get the order of epoch 0.
+        Lightning 2.6 begins the first pass of a run before `set_epoch`. Workers request indices at once, and
+        would get the order of epoch 0.
         """
         run, advance = self._run, loop.on_advance_start
 
@@ -256,8 +260,7 @@ class ExactResume(Managed):
                 for loader, saved in zip(run.loaders, run.pending.loaders, strict=False):
                     loader.repeat_epoch(saved)
             run.restore(run.pending.now)
-            # Lightning's own hook, with the start hooks of the epoch.
-            advance()
+            advance()  # calls the start hooks of the epoch
             run.pending = replace(run.pending, now=run.capture())  # hooks may have drawn random numbers
             run.is_before_epoch = False
             iter(loop._data_fetcher)  # noqa: SLF001
@@ -269,7 +272,8 @@ class ExactResume(Managed):
         """Freeze parameters, and set modules to evaluation mode, as at the save."""
         for flag, named in (("requires_grad", model.named_parameters()), ("training", model.named_modules())):
             off = {*self._saved_flags.get(flag, ())}
-            # A flag is wrong if it is set although the checkpoint lists the name as off, or the reverse.
+            # `off` has the names whose flag was off: a flag that is on although listed, or off although not
+            # listed, has changed.
             changed = [pair for pair in named if getattr(pair[1], flag) == (pair[0] in off)]
             for name, owner in changed if flag in self._saved_flags else ():
                 setattr(owner, flag, name not in off)
@@ -277,7 +281,7 @@ class ExactResume(Managed):
         self._saved_flags = {}
 
     def outcome(self) -> Outcome:
-        """Report whether the run was resumed, and any differences from the saved run."""
+        """Report whether the run was resumed, and how it differs from the saved run."""
         times = "once" if self._num_saves == 1 else f"{self._num_saves} times"
         texts = [f"order and random states saved {times}"] if self._num_saves else []
         if self._run.refusal:
@@ -294,10 +298,10 @@ class ExactResume(Managed):
 
 
 def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ExactLoader:
-    """Return a loader with `state_dict` and `load_state_dict`, for Fabric, or your own training loop.
+    """Wrap a loader, for Fabric or your own training loop, so that its position can be saved and restored.
 
-    The state has a position for each rank, so all ranks must call `state_dict`. Call Fabric's
-    `setup_dataloaders` first.
+    The result has `state_dict`, which all ranks must call, and `load_state_dict`. Under Fabric, wrap what
+    `setup_dataloaders` returns.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -313,7 +317,10 @@ def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> 
 
 
 def _begin_next_epoch(loop: Any) -> None:
-    """Begin the next epoch of a run saved after an epoch's last batch, which Lightning 2.6 fails to count."""
+    """Let a run that was saved after an epoch's last batch begin the next epoch.
+
+    Lightning 2.6 fails to count the completed epoch.
+    """
     inner = loop.epoch_loop
     progress = inner.batch_progress
     if not (loop.restarted_mid_epoch and inner.restarted_on_train_batch_end and progress.is_last_batch):

@@ -8,18 +8,18 @@ block runs again. Policies:
   kept unless they are modified in place (as in recurrent layers).
 - `offload` is `full` with the inputs in host memory.
 - `budget` lets the compiler choose which activations to keep, up to a fraction of all.
-- `fit` chooses `keep`, `selective`, `full` or `offload` for each block, so that the predicted peak of a step
-  stays below `memory` with the fewest FLOPs. It uses `offload` only if nothing else fits.
+- `fit` chooses `keep`, `selective`, `full` or `offload` for each block: the choice with the fewest FLOPs
+  whose predicted peak is below `memory`. It uses `offload` only if nothing else fits.
 
-A block is computed again with the random numbers, autocast, attributes, parameters, buffers and containers of
-its call, so the result is bit-identical. The page lists changes that stop the run, and changes that are not
-detected (globals, for example).
+A block runs again with the random numbers, autocast, attributes, parameters, buffers and containers of its
+call, so the result is bit-identical. The technique's page lists changes that stop the run, and changes that
+are not detected (globals, for example).
 
 Saves: activations: a recomputed block keeps only its inputs.
 Costs: one more forward of the recomputed blocks: a third of a step's operations for `full`, only pointwise
-    operations for `selective`. `offload` adds two copies of each block's inputs over the bus, and pinned host
-    memory of up to twice the inputs of a step. A block's hooks run again with it. `fit` predicts a few steps
-    before the first one; each takes a fraction of a second to several seconds.
+    operations for `selective`. `offload` copies each block's inputs over the bus twice, and needs pinned host
+    memory of up to twice the inputs of a step. A block's hooks run twice. `fit` predicts a few steps before
+    the first one; each prediction takes a fraction of a second to several seconds.
 When not: the batch fits, or the peak is the optimizer step.
 Conflicts: a model or strategy that already recomputes. `budget` needs `callbacks/torch_compile`;
     `selective` cannot be used with compiled blocks. `fit` needs the full, uncompiled model on each device,
@@ -60,7 +60,7 @@ from lightning_eff.report.advice import Observed, Suggestion
 
 Policy = Literal["full", "every_n", "selective", "budget", "offload", "fit"]
 FRACTION = 0.9
-"""Of the device's memory that `fit` fills, by default."""
+"""Fraction of the device's memory that `fit` may fill by default."""
 _OFF = Remedy("~callbacks.gradient_checkpointing", "remove GradientCheckpointing")
 
 
@@ -71,8 +71,8 @@ class GradientCheckpointing(Managed):
         policy: `full`, `every_n`, `selective`, `budget`, `offload` or `fit`.
         every_n_blocks: For `every_n`: one block in this many is recomputed.
         memory_budget: For `budget`: fraction of the activations that may be kept, 0 to 1.
-        blocks: Class names or patterns of module names (`net.layers.*`), classes, or a predicate of name and
-            module; None finds the repeated blocks.
+        blocks: Class names, patterns of module names (`net.layers.*`), classes, or a function of name and
+            module that returns a bool; None finds the repeated blocks.
         memory: For `fit`: maximum peak of a step on each device, as a size with its unit (`20GiB`) or as a
             fraction of the device's memory.
 
@@ -114,8 +114,8 @@ class GradientCheckpointing(Managed):
         blocks: BlockSelector = None,
         memory: str | Fraction = FRACTION,
     ) -> None:
-        num_bytes(memory, 0)
-        # The other policies do not look at the memory, so the setting would have no effect.
+        num_bytes(memory, 0)  # raises if it is not a size
+        # Other policies ignore the memory, so the setting would have no effect.
         if memory != FRACTION and policy != "fit":
             fit = Remedy(
                 "callbacks.gradient_checkpointing.policy=fit",
@@ -135,7 +135,7 @@ class GradientCheckpointing(Managed):
         self._is_budget_set = False
 
     def facts(self) -> Facts:
-        """Reject strategies that recompute too; state which policies need or exclude a compiler."""
+        """Reject models and strategies that recompute too, and compilers that do not suit the policy."""
         full, selective, budget = (
             Remedy(
                 f"callbacks.gradient_checkpointing.policy={policy}",
@@ -210,7 +210,7 @@ class GradientCheckpointing(Managed):
         new = recompute(model, policy=policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
         for recomputed in new.values():
             self.cleanup.callback(recomputed.remove)
-        # `fit` applies its policies in two steps, so blocks are added to those from before.
+        # `fit` calls this twice: add to the blocks of the first call.
         self._recomputed |= new
         if not self._num_blocks:
             text = "GradientCheckpointing found no repeated blocks: name them with blocks="
@@ -219,8 +219,8 @@ class GradientCheckpointing(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Set the hook on the instance, and only for one batch. A hook of the class would cost time in every
-        # batch, and `OptimizerChoice`, which has already looked for hooks, would assume it reads gradients.
+        # Set the hook on the instance, for one batch. A hook of the class would cost time in every batch, and
+        # `OptimizerChoice`, which has looked for hooks before, would assume that it reads gradients.
         if self._fit is not None:
             vars(self)["on_train_batch_start"] = self._choose
 
@@ -239,7 +239,7 @@ class GradientCheckpointing(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def assumptions(self) -> list[str]:
-        """Return the choice of `fit`, for a prediction."""
+        """Return the choice of `fit`, which the planner prints with its prediction."""
         return [f"policy=fit: {self.outcome().did}"] if self._fit is not None else []
 
     def outcome(self) -> Outcome:

@@ -1,16 +1,16 @@
 """Use the configured optimizer instead of the module's own, without weight decay on norms and biases.
 
-In a plain Trainer the module's parameter groups stay. The module's schedule must be passed again or dropped
-with `scheduler="none"`, since it is bound to the replaced optimizer. A recipe's `optimizer` and `scheduler`
-groups also use this callback. Some optimizers need more than `step`: schedule-free ones evaluate at other
-weights than they train at. They are switched around validation, checkpoints and the end of the run. Gradients
-are freed at the end of a step instead of after the next forward pass, unless other code could read them in
-between. That lowers the peak by one buffer of the parameters' size.
+In a plain Trainer the module's parameter groups stay. The module's schedule is bound to the replaced
+optimizer: pass it again, or drop it with `scheduler="none"`. A recipe's `optimizer` and `scheduler` groups
+also use this callback. Schedule-free optimizers evaluate with other weights than they train with: this
+callback switches the weights around validation, checkpoints and the end of the run. Gradients are freed at
+the end of a step instead of after the next forward pass, unless other code could read them in between. That
+lowers the peak by one buffer of the parameters' size.
 
 Saves: memory or time, depending on the optimizer; one buffer of the parameters' size at the peak.
 Costs: none, apart from the optimizer's costs.
 When not: you want to keep the module's own optimizers: `optimizer=module`.
-Conflicts: modules with manual optimization, rejected because they step the optimizers that they made. Each
+Conflicts: modules with manual optimization are rejected: they step the optimizers that they made. Each
     optimizer states its own conflicts.
 Source: decay only on matrices as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html
 """
@@ -51,7 +51,7 @@ GRADIENT_HOOKS = (
     "on_before_zero_grad",
     "optimizer_zero_grad",
 )
-"""Hooks that Lightning 2.6 calls between a step and the point at which it frees the gradients."""
+"""Hooks that Lightning 2.6 calls after a step and before it frees the gradients."""
 
 
 class OptimizerChoice(Managed):
@@ -157,16 +157,16 @@ class OptimizerChoice(Managed):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Before the rules are checked: an optimizer that they reject has hooks to remove from parameters.
+        # Before the rules are checked: if they reject the optimizer, its hooks must still be removed.
         optimizer: Any = trainer.optimizers[0]
         self._built = optimizer
-        # As in the package schedulefree.
+        # Optimizers of the package schedulefree have these methods.
         self._has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
         self.cleanup.callback(self._set_mode, train=False)  # also after an exception
         if hasattr(optimizer, "close"):
             self.cleanup.callback(optimizer.close)
         self._has_freed_gradients = False
-        # Name of a user's hook that may read gradients between two steps.
+        # Name of a hook of the user that may read gradients between two steps.
         self._gradient_reader = ""
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         for owner, base in [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
@@ -181,7 +181,7 @@ class OptimizerChoice(Managed):
             return
         save = trainer.save_checkpoint
 
-        # Save the evaluation weights, also with `save_weights_only`, which calls no callback.
+        # Save the evaluation weights. Not in a hook: `save_weights_only` calls no callback.
         def save_evaluated(*arguments: Any, **keywords: Any) -> None:
             is_training = any(group.get("train_mode", False) for group in optimizer.param_groups)
             optimizer.eval()
@@ -212,7 +212,7 @@ class OptimizerChoice(Managed):
         if self._gradient_reader or trainer.global_step == self._last_step or self._built is None:
             return  # global_step is unchanged: gradients are still accumulating
         self._last_step = trainer.global_step
-        # Set to None, which frees them before the next forward pass needs memory.
+        # Sets gradients to None, which frees them before the next forward pass needs memory.
         self._built.zero_grad()
         self._has_freed_gradients = True
 
@@ -252,7 +252,7 @@ class OptimizerChoice(Managed):
         held = state_bytes(self._built)
         bytes_per_parameter = sum(held.values()) / num_parameters
         options = [name for name in ("fused", "foreach") if self._built.defaults.get(name)]
-        # The class that does the work inside a wrapper.
+        # A wrapper names the class of the optimizer inside.
         kind = getattr(self._built, "kind_behind", None) or type(self._built)
         title = kind.__name__ + (f" ({options[0]})" if options else "")
         where = ", ".join(f"{human_bytes(size)} on {device}" for device, size in held.items()) or "none"

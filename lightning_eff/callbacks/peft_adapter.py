@@ -1,19 +1,19 @@
 """Train small adapters in a frozen model: LoRA and PEFT's other methods, by PEFT's names.
 
-Each targeted layer gets an adapter in place, and all other parameters are frozen. Every method here starts as
-the identity, so the first step sees the unchanged model. Trained parameters shrink to about 1 % of the model,
-and with them gradients, optimizer state and data-parallel traffic. `all-linear` targets every linear layer.
-That includes the head, unless it is a Hugging Face model's output embedding. Convolutions are adapted by
-name; convolutions that PEFT would adapt incorrectly are rejected. Checkpoints contain the trained parameters
-and a fingerprint of the base, so that loading onto another base is rejected.
+Each targeted layer gets an adapter in place, and all other parameters are frozen. Adapters change nothing at
+first, so the first step sees the original model. About 1 % of the parameters are trained, so gradients,
+optimizer state and data-parallel traffic shrink as much. `all-linear` targets every linear layer, the head
+included, except the output embedding of a Hugging Face model. Convolutions are adapted by name; convolutions
+that PEFT would adapt incorrectly are rejected. Checkpoints contain the trained parameters and a fingerprint
+of the base, so that loading onto another base is rejected.
 
 Why only methods that change layers: methods with virtual tokens need PEFT's wrapper around one Hugging Face
-model, and AdaLoRA needs a loop that allocates ranks between gradients and step.
+model, and AdaLoRA needs a loop that allocates ranks between the backward pass and the step.
 
 Saves: gradients and optimizer state of all parameters except the adapters.
 Costs: the adapters' matrix products in both passes; activations stay the same. Keys of adapted layers contain
-    `base_layer`. `modules_to_save` keeps a second copy of its modules. The first save or load reads the
-    frozen base once, for its SHA-256.
+    `base_layer`. `modules_to_save` keeps a second copy of each module. The first save or load reads the
+    frozen base once, to compute its SHA-256.
 When not: you want to train the full model; activations are what does not fit.
 Conflicts: optimizers that project gradients, weight averaging, callbacks that freeze and unfreeze. The
     Trainer's `-true` precisions cast adapters too.
@@ -66,7 +66,7 @@ from lightning_eff.core.text import human_bytes
 MAX_NAMES = 12
 """Maximum number of layer names in a remedy."""
 OWN_CHECKPOINTS = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
-"""Strategies that write checkpoints themselves, with the base; ours with `whole_checkpoints` do not."""
+"""Strategies that write checkpoints themselves, with the base, unless they have `whole_checkpoints`."""
 CONFLICTS = (
     Rule(
         name="lightning/BaseFinetuning",
@@ -195,7 +195,7 @@ class PeftAdapter(Managed):
         return True
 
     def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
-        """Return the modules that will be trained in full, or are inside such a module; others are frozen."""
+        """Return the names of modules that will be trained in full; all others will be frozen."""
         if adapted_layers(model):
             return model_surgery.trained_modules(model, names)
         return {name for name in names if is_in_module(name, self._saved())}
@@ -223,7 +223,7 @@ class PeftAdapter(Managed):
         return stored_weights.load_base(model, Path(self.base_checkpoint or ""), key=key)
 
     def _apply(self, model: nn.Module) -> int:
-        # Skip embeddings: `all-linear` omits them on purpose, and a vocabulary would outweigh everything.
+        # Skip embeddings: `all-linear` omits them on purpose, and they may outweigh all other matrices.
         sizes = {
             f"{name}.{key}": num_weights(parameter)
             for name, module in model.named_modules()
@@ -231,7 +231,7 @@ class PeftAdapter(Managed):
             for key, parameter in module.named_parameters(recurse=False)
             if parameter.dim() >= 2
         }
-        # Before the adapters, which change the names.
+        # Found before adapters change the names.
         in_full = [name for name, _ in model.named_modules() if name and is_in_module(name, self._saved())]
         try:
             # Without a Trainer the model is only inspected (`plan` on the meta device).
@@ -241,7 +241,7 @@ class PeftAdapter(Managed):
             self._first.check_patterns(model)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
-        # Also the layers that an earlier call adapted.
+        # Includes layers that an earlier call adapted.
         self._adapted = adapted_layers(model)
         if new and self.target_modules == ALL_LINEAR:
             _warn_if_little(model, sizes, [*new, *in_full])
@@ -250,7 +250,7 @@ class PeftAdapter(Managed):
         self._num_parameters = sum(num_weights(p) for p in model.parameters())
         self._trained_bytes = sum(p.numel() * p.element_size() for p in trained)
         strategy: Any = self._trainer.strategy if self._trainer is not None else None
-        # A strategy that writes shards itself never calls the module's hooks with the full state.
+        # A strategy that writes its own shards never calls the module's hooks with the full state.
         has_own_checkpoints = isinstance(strategy, OWN_CHECKPOINTS)
         self._hooks = None
         if isinstance(model, pl.LightningModule) and (
@@ -267,9 +267,9 @@ class PeftAdapter(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimized = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
-        # An adapter that no optimizer has would stay the identity for the whole run.
+        # An adapter that belongs to no optimizer would change nothing in the whole run.
         missing = [n for n, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
-        # A strategy that flattens parameters optimizes none of the module's: then the check does not apply.
+        # A strategy that flattens parameters optimizes none of the module's own: skip the check then.
         if missing and any(id(p) in optimized for p in pl_module.parameters()):
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
             raise GradientError(f"{parameters_have(missing)} no optimizer\n  try: {remedy}")
@@ -292,8 +292,8 @@ class PeftAdapter(Managed):
 def _warn_if_little(model: nn.Module, sizes: Mapping[str, int], layers: Sequence[str]) -> None:
     """Warn if less than a quarter of the weights are in trained layers, and name layers to adapt.
 
-    Transformers are far above that: only weights inside `nn.MultiheadAttention` are missed. `sizes` has the
-    sizes of the matrices before adaptation.
+    Transformers are far above that: only weights inside `nn.MultiheadAttention` are not reached. `sizes` has
+    the sizes of all matrices before the adaptation.
     """
     is_trained = {name: name.startswith(tuple(f"{layer}." for layer in layers)) for name in sizes}
     fraction = sum(size for name, size in sizes.items() if is_trained[name]) / max(1, sum(sizes.values()))

@@ -1,28 +1,28 @@
 """Skip optimizer steps whose loss or gradient is not finite, or whose gradient norm is an outlier.
 
-One corrupt sample can give a NaN loss, or a gradient many times as large as usual, and the following update
-may ruin the run. This callback computes the gradient norm before clipping, and skips the update if the norm
-is NaN or infinite. With `max_deviations`, it also skips an update whose norm is an outlier. An outlier lies
-more than that many robust standard deviations above the median of the last norms. One such deviation is
-1.4826 times the median absolute deviation, and at least 1 % of the median.
+One corrupt sample can give a NaN loss, or a gradient many times as large as usual, and the update may ruin
+the run. This callback computes the gradient norm before clipping, and skips the update if the norm
+is NaN or infinite. With `max_deviations`, it also skips outliers: norms that exceed the median of the last
+norms by more than that many robust standard deviations. One such deviation is 1.4826 times the median
+absolute deviation, and at least 1 % of the median.
 
 A skipped step leaves no trace: weights and optimizer state are not updated; buffers, random states, logged
 values and the module's attributes are restored. Neither `global_step` nor the learning-rate schedule
-advances. The run continues as if its loader did not have these batches, bit for bit; the log and the report
-list their numbers. All ranks decide alike, because they have the same gradient: a NaN loss on one rank makes
-it NaN on all. Steps that a float16 loss scaler skips are not counted here.
+advances. The run continues, bit for bit, as if the loader did not have these batches; the log and the report
+list them. All ranks decide alike, because all have the same gradient: a NaN loss on one rank makes it NaN on
+all. Steps that a float16 loss scaler skips are not counted.
 
-After `max_in_a_row` consecutive skipped steps, the run stops with an error. It first saves a checkpoint with
-the weights before these steps.
+After `max_in_a_row` consecutive skipped steps, the run saves a checkpoint with the weights before these
+steps, and stops with an error.
 
 Saves: a run that one bad batch would ruin.
 Costs: one pass over the gradients and one wait for the device per step, to read the norm; a copy of the
     buffers and of the modules' attributes (0.5 ms of Python per step for a model of one layer).
-When not: bad batches are frequent: repair the data.
-Conflicts: manual optimization, DeepSpeed and Lightning's FSDPStrategy, and optimizers that free gradients in
-    the backward pass, all rejected. An optimizer that has moved weights when it evaluates its closure (LBFGS
-    in a line search) ends the run at a bad gradient. The Trainer's own `accumulate_grad_batches` makes the
-    steps of GradientAccumulation.
+When not: bad batches are frequent; then repair the data.
+Conflicts: manual optimization, DeepSpeed, Lightning's FSDPStrategy, and optimizers that free gradients in the
+    backward pass are rejected. A bad gradient ends the run if the optimizer has moved weights before it asked
+    for the gradient (LBFGS in a line search). The Trainer's own `accumulate_grad_batches` works as
+    `callbacks/gradient_accumulation` does.
 Source: none
 """
 
@@ -58,7 +58,7 @@ from lightning_eff.microbatching.snapshot import StepSnapshot
 MIN_NORMS = 16
 """Minimum number of norms before one can be an outlier."""
 MIN_DEVIATION = 0.01
-"""Minimum deviation as a fraction of the median, since equal norms would have none."""
+"""Minimum deviation, as a fraction of the median: norms that are all equal would have none."""
 MAX_SHOWN = 5
 _OFF = Remedy("~callbacks.skip_bad_steps", "remove SkipBadSteps")
 
@@ -69,7 +69,7 @@ class SkipBadSteps(Managed):
     Args:
         max_deviations: Skip a step whose gradient norm exceeds the median by more than this many robust
             standard deviations; None skips only norms that are not finite.
-        last_n_steps: Number of last steps whose norms are compared.
+        last_n_steps: Number of previous steps whose norms give the median.
         max_in_a_row: Number of consecutive skipped steps that stops the run; None never stops it.
 
     Raises:
@@ -133,7 +133,7 @@ class SkipBadSteps(Managed):
         # Lightning's collection of values that `self.log` received in this epoch.
         logged: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         self._snapshot = StepSnapshot(pl_module, trainer.strategy.root_device, logged)
-        # A loss scaler itself skips steps without a finite gradient, and lowers its scale.
+        # A loss scaler skips steps without a finite gradient itself, and lowers its scale.
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._loop.before_window.append(lambda: self._begin(trainer))
         self._loop.is_step_skipped = lambda: self._is_skipped
@@ -141,14 +141,14 @@ class SkipBadSteps(Managed):
     def _begin(self, trainer: pl.Trainer) -> None:
         """Save the state before the batches of a step."""
         self._is_bad = self._is_skipped = False
-        if trainer.optimizers[0] is not self._gated:  # in the first step, and where a callback replaced it
+        if trainer.optimizers[0] is not self._gated:  # in the first step, or replaced by a callback
             self._gate(trainer.optimizers[0], trainer)
         self._first_batch = trainer.fit_loop.epoch_loop.batch_idx
         self._snapshot.keep()
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        # 1 for a finite loss, otherwise NaN: it reaches other ranks in the gradient, without a collective.
+        # The factor is 1 for a finite loss, otherwise NaN. So other ranks see a bad loss in the gradient.
         factor = 1 + 0 * loss.detach()
         loss.register_hook(lambda gradient: gradient * factor)
 
@@ -158,9 +158,11 @@ class SkipBadSteps(Managed):
     ) -> None:
         groups = optimizer.param_groups
         gradients = [each.grad for group in groups for each in group["params"] if each.grad is not None]
+        # Entries of a sparse gradient with the same index add up.
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-        # The largest float16, 65504, would be the largest norm.
+        # A norm in float16 would overflow above 65504.
         norm = get_total_norm([each.float() if each.dtype == torch.float16 else each for each in gradients])
+        # Sharded gradients give a partial norm on each rank: combine them.
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._norm = float(norm)  # waits for the device
         is_finite = math.isfinite(self._norm)
@@ -171,12 +173,12 @@ class SkipBadSteps(Managed):
         if self.max_deviations is None or len(self._norms) < min(MIN_NORMS, self.last_n_steps):
             return math.inf
         median = statistics.median(self._norms)
-        # The median absolute deviation; times 1.4826, it is the standard deviation of a normal distribution.
+        # 1.4826 times the median absolute deviation of a normal distribution is its standard deviation.
         deviation = 1.4826 * statistics.median(abs(norm - median) for norm in self._norms)
         return median + self.max_deviations * max(deviation, MIN_DEVIATION * median)
 
     def _gate(self, optimizer: Optimizer, trainer: pl.Trainer) -> None:
-        """Replace the optimizer's `step` for this fit by one that stops when its closure gave a bad gradient.
+        """Replace the optimizer's `step` for this fit by one that updates nothing after a bad gradient.
 
         Why not set gradients to None instead: some optimizers (schedule-free) still update their state.
         """
@@ -185,7 +187,7 @@ class SkipBadSteps(Managed):
         @functools.wraps(step)  # also copies a learning-rate scheduler's mark on `step`
         def gated(closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            # An optimizer that moves weights before it calls its closure could not be undone.
+            # If the optimizer moves weights before it calls its closure, the step cannot be undone.
             versions = [version(parameter) for parameter in parameters]
             self._num_steps += 1
 
@@ -221,9 +223,8 @@ class SkipBadSteps(Managed):
 
     def _skip(self, trainer: pl.Trainer) -> None:
         """Restore the state before the batches of this step, and log the batches."""
-        # Lightning's name of the hook that runs, the module's `optimizer_step`: `self.log` reads it.
         attributes = vars(trainer.lightning_module)
-        # Restoring the module's attributes would also restore this one.
+        # Lightning keeps the name of the running hook here, for `self.log`: do not restore an earlier one.
         hook = attributes.get("_current_fx_name")
         self._snapshot.restore()
         attributes["_current_fx_name"] = hook
@@ -241,6 +242,7 @@ class SkipBadSteps(Managed):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Stop only here, after the batch is complete: the checkpoint is then at a step boundary.
         if not self._is_skipped or self._num_in_row != self.max_in_a_row:
             return
         saver = trainer.checkpoint_callback
@@ -279,7 +281,7 @@ class SkipBadSteps(Managed):
 
 
 class _BadStep(Exception):  # noqa: N818
-    """Ends an optimizer's `step` when its closure has returned, before anything is updated."""
+    """Ends an optimizer's `step` after its closure, before anything is updated."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()

@@ -1,16 +1,17 @@
 """Compile a model's repeated blocks, its loss, or its forward, in place.
 
-The forward of a block is compiled on the instance, so names and checkpoint keys stay. All blocks of a class
-share their graphs, so the compile time does not grow with depth. When shapes change, the compiler makes one
-more graph, for any shape. The report lists graphs, recompilations, graph breaks with their reasons, and
-seconds. Beyond the compiler's limit of recompilations, a run stops instead of continuing uncompiled.
+The compiled forward replaces the block's own on the instance, so names and checkpoint keys stay the same. All
+blocks of a class share their graphs, so the compile time does not grow with depth. When shapes change, the
+compiler makes one more graph, for any shape. The report lists graphs, recompilations, graph breaks with their
+reasons, and the compile time. At the compiler's limit of recompilations the run stops; torch would continue
+uncompiled.
 
 Why not `self.net = torch.compile(self.net)`: it puts `_orig_mod` into every key. Why not the full
 LightningModule: its steps log, and DDP calls them through its forward.
 
 Saves: time: pointwise operations are fused into a few kernels.
-Costs: seconds to minutes in the first steps, and again for another shape and for validation; less if an
-    earlier run has left its graphs in the cache.
+Costs: seconds to minutes of compiling in the first steps, for a new shape, and for validation; less if the
+    cache has the graphs from an earlier run.
 When not: runs shorter than the compile time; models with many graph breaks (the report counts them).
 Conflicts: inductor, the default backend, needs a C++ compiler on the CPU and a C compiler on a GPU.
     Recomputed blocks must be compiled themselves (`target=blocks`), not inside a larger part.
@@ -53,7 +54,6 @@ from lightning_eff.core.technique import (
     Try,
     name_of,
 )
-from lightning_eff.core.text import human_bytes
 from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.advice import MIN_TIME, Observed, Suggestion
 from lightning_eff.report.step_time import POINTWISE
@@ -101,12 +101,11 @@ def compile_in_place(
                 owner, method = model.get_submodule(owner_path), part
             before = vars(owner).get(attribute)
             if not isinstance(before, CompiledCall):
-                # On the instance, so that a class shared with other modules, and all state-dict keys, stay
-                # the same.
+                # On the instance: the class, which other modules share, and state-dict keys do not change.
                 vars(owner)[attribute] = CompiledCall(method, options)
                 undo[path] = functools.partial(vars(owner).pop, attribute)
                 if before is not None:
-                    # The instance already had its own method, for example a replaced forward.
+                    # The instance had its own method already, for example a replaced forward.
                     undo[path] = functools.partial(vars(owner).update, {attribute: before})
     return undo
 
@@ -116,7 +115,7 @@ def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, 
     if target == "blocks":
         return dict(model_surgery.select_blocks(model, blocks))
     if target == "forward":
-        # Of a LightningModule only the method: compiling the module would compile its steps, which log.
+        # Compiling a LightningModule would compile its steps, which log: take its method `forward`.
         return {target: model.forward if isinstance(model, pl.LightningModule) else model}
     part: Any = model
     for name in target.split("."):
@@ -207,13 +206,13 @@ class TorchCompile(Managed):
         self.dynamic = dynamic
         self.fullgraph = fullgraph
         self.cache_dir = cache_dir
-        self._cache: tuple[Path, int] | None = None
-        """Folder of compiled graphs, and its size in bytes at the end of the run."""
+        self._cache: Path | None = None
+        """Folder of compiled graphs."""
         self._num_parts = 0
         self._compilations = Compilations()
 
     def facts(self) -> Facts:
-        """State the requirements of compiling, and reject recomputation inside compiled parts."""
+        """Require a compiler for inductor, and reject recomputation inside compiled parts."""
         needs: list[Rule] = []
         if self.backend == "inductor":
             install = "apt-get install g++ (or your system's C++ compiler)"
@@ -242,14 +241,14 @@ class TorchCompile(Managed):
         self.cleanup.callback(model_surgery.restore, pl_module)
         model_surgery.queue(trainer, pl_module, Stage.COMPILE, self._apply)
         if stage == "fit":
-            # Graphs of an earlier run match this run's code, but were compiled under other settings.
+            # An earlier run in this process may have compiled the same code under other settings.
             torch.compiler.reset()
             self._compilations = Compilations()
         self._num_parts, self._cache = 0, None
         if self.backend == "inductor":
             path = Path(self.cache_dir) if self.cache_dir is not None else None
             try:
-                self._cache = self.cleanup.enter_context(cache_in(path)), 0
+                self._cache = self.cleanup.enter_context(cache_in(path))
             except ConfigError as error:
                 raise error.under(name_of(self).replace("/", ".")) from error
         self.cleanup.enter_context(self._compilations.counting())
@@ -262,13 +261,12 @@ class TorchCompile(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         for undo in compiled.values():
-            # Undone before the module's own `configure_model` is restored: the last callback runs first.
+            # The last callback runs first: this one before the module's own `configure_model` is restored.
             self.cleanup.callback(undo)
         self._num_parts += len(compiled)
-        # torch 2.13 counts recompilations per code object, which all blocks of a class share. Beyond the
-        # limit it would continue uncompiled.
+        # torch 2.13 counts recompilations per code object, which all blocks of a class share.
         limit = RECOMPILATIONS_PER_PART * max(1, self._num_parts)
-        # torch's default of the second limit, which counts over all shapes of a code object.
+        # 256 is torch's default of its second limit, on the recompilations for all shapes of a code object.
         most = max(256, limit)
         limits = torch_private("torch._dynamo:config", "callbacks/torch_compile").patch(
             recompile_limit=limit, accumulated_recompile_limit=most, fail_on_recompile_limit_hit=True
@@ -285,21 +283,9 @@ class TorchCompile(Managed):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._cache is not None:
-            self._cache = self._cache[0], folder_bytes(self._cache[0])
         if self._num_parts and not self._compilations.graphs:
             text = "TorchCompile compiled no graph: the compiled parts were not called, or cannot be traced"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        failed = torch_private("torch._dynamo.exc:BackendCompilerFailed", "callbacks/torch_compile")
-        if self._cache is not None and isinstance(exception, failed):  # includes inductor's errors
-            text = f"graphs and kernels are kept in {self._cache[0]}; if a file there is damaged"
-            exception.add_note(f"{text}\n  try: rm -r {self._cache[0]}")
-        super().on_exception(trainer, pl_module, exception)
 
     def outcome(self) -> Outcome:
         """Report the compiled parts, the number of graphs, and the compile time."""
@@ -314,11 +300,10 @@ class TorchCompile(Managed):
         numbers: dict[str, Any] = {"parts": self._num_parts, "graphs": counts.graphs}
         numbers["recompilations"] = counts.recompilations
         if self._cache is not None and counts.graphs:
-            folder, num_bytes = self._cache
-            did += f"; {counts.cached} of {counts.cached + counts.not_cached} graphs found in {folder}"
-            did += f", {human_bytes(num_bytes)}" if num_bytes else ""
+            num_graphs = counts.cached + counts.not_cached
+            did += f"; {counts.cached} of {num_graphs} graphs found in {self._cache}"
             numbers |= {"cached": counts.cached, "not_cached": counts.not_cached}
-            numbers |= {"cache_dir": str(folder), "cache_bytes": num_bytes}
+            numbers["cache_dir"] = str(self._cache)
         numbers |= {"graph_breaks": dict(counts.graph_breaks), "compile_s": counts.elapsed_s}
         return Outcome(did=did, effective=counts.graphs > 0, numbers=numbers)
 
@@ -377,24 +362,14 @@ class Compilations:
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
-def default_cache_dir() -> str:
-    """Return torch's default folder."""
-    return torch_private("torch._inductor.runtime.cache_dir_utils:default_cache_dir", "cache_dir")()
-
-
-def forget_cache() -> None:
-    """Clear this process's in-memory state about files in an earlier cache folder."""
-    torch_private("torch._inductor.utils:clear_caches", "cache_dir")()
-
-
 @contextmanager
 def cache_in(folder: Path | None) -> Generator[Path]:
     """Keep compiled graphs and kernels in a folder until the context ends; yield the folder that is used.
 
-    Inductor and Triton name files by a hash of their sources. So another model, torch version or GPU never
-    gets a file that does not fit. They write by rename and lock what they build, so ranks and runs may share
-    a folder. Torch's default is in the system's temporary folder, which containers and clusters empty.
-    Folders set in the environment take precedence: a cluster's administrator knows where there is space.
+    Inductor and Triton name files by a hash of their sources, so a file never fits another model, torch
+    version or GPU by mistake. They write by rename and lock what they build, so ranks and runs may share a
+    folder. Torch's default is in the system's temporary folder, which containers and clusters empty. Folders
+    set in the environment take precedence: a cluster's administrator knows where there is space.
 
     Args:
         folder: Folder to use, created if it is missing; None keeps torch's default.
@@ -406,9 +381,13 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         NoEffectWarning: The folder's path has a space, so torch's default is used.
     """
     before = {name: os.environ.get(name) for name in (INDUCTOR, TRITON)}
+    default = torch_private("torch._inductor.runtime.cache_dir_utils:default_cache_dir", "cache_dir")()
+    # Clears what this process remembers about the files in another folder.
+    forget_files = torch_private("torch._inductor.utils:clear_caches", "cache_dir")
     named = before[INDUCTOR]
-    is_named = bool(named) and Path(named).absolute() != Path(default_cache_dir())
-    own = Path(named or default_cache_dir())
+    # torch itself sets the variable to its default when it first compiles: that is no user's choice.
+    is_named = bool(named) and Path(named).absolute() != Path(default)
+    own = Path(named or default)
     path = own if folder is None or is_named else folder.expanduser().absolute()
     if path != own and len(str(path).split()) > 1:
         # torch 2.13's inductor splits the C++ compiler's command at spaces.
@@ -420,7 +399,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         return
     try:
         path.mkdir(parents=True, exist_ok=True)
-        # Test now: the compiler would fail in the first step, with a long traceback.
+        # Test now: otherwise the compiler would fail in the first step, with a long traceback.
         with TemporaryFile(dir=path):
             pass
     except OSError as error:
@@ -428,7 +407,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
         raise ConfigError(key="cache_dir", value=str(folder), allowed=allowed) from error
     os.environ[INDUCTOR] = str(path)
     os.environ[TRITON] = before[TRITON] or str(path / "triton")
-    forget_cache()
+    forget_files()
     try:
         yield path
     finally:
@@ -437,19 +416,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        forget_cache()
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder; files that another run removes meanwhile count 0."""
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += (Path(path) / name).lstat().st_size
-            except OSError:
-                continue
-    return total
+        forget_files()
 
 
 def _largest_part(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Adapters of convolutions: merged they compute the same; PEFT's wrong ones are rejected."""
+"""Adapters of convolutions: merging changes no result; those that PEFT computes wrongly are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.core.errors import ConfigError
 
 OPTIONS: dict[str, dict[str, Any]] = {"oft": {"oft_block_size": 4}, "ia3": {}, "vera": {}, "osf": {}}
-"""Of methods without a rank `r`, or one that they share."""
+"""Options of methods that have no rank `r`, or need no options."""
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     *(("lora", dims, {}) for dims in (1, 2, 3)),
     *((method, 2, {"dilation": 2, "groups": 2}) for method in ("loha", "lokr")),
@@ -75,6 +75,6 @@ def test_convolutions_are_adapted_only_by_name() -> None:
         return nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
 
     assert list(adapt(cnn(), target_modules=["0", "2"])) == ["0", "2"]
-    assert list(adapt(cnn())) == ["2"], "no convolution that is not asked for"
+    assert list(adapt(cnn())) == ["2"], "all-linear adapts no convolution"
     with pytest.raises(ConfigError, match="target_modules"):
         adapt(cnn()[:1])

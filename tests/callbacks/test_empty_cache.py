@@ -29,7 +29,7 @@ def test_empties_once_per_n_optimizer_steps(monkeypatch: pytest.MonkeyPatch, tmp
     names = ("step", "eff/empty_cache_returned_bytes", "eff/empty_cache_ms")
     logged = [tuple(row[name] for name in names) for row in rows if row["eff/empty_cache_ms"]]
     assert logged == [("2", "5.0", "1.0"), ("4", "5.0", "1.0")]
-    assert not {*names} & trainer.callback_metrics.keys(), "else Lightning collects them after each batch"
+    assert not {*names} & trainer.callback_metrics.keys(), "Lightning would collect them after each batch"
     assert callback.outcome().did == "emptied 2 times, returned 10 B in 2 ms"
     assert callback.outcome().numbers["returned_bytes"] == 10
 
@@ -43,7 +43,7 @@ def test_a_device_without_a_cache_warns(net: Callable[..., Net], monkeypatch: py
 
 
 @pytest.mark.skipif(not allocator.has_cache(torch.device("cpu")), reason="needs glibc's malloc_trim")
-def test_freed_heap_goes_back_to_the_operating_system() -> None:
+def test_freed_heap_memory_returns_to_the_operating_system() -> None:
     # Blocks below glibc's mmap threshold stay in its heap, and a live one above them keeps it from shrinking.
     release("cpu")
     blocks = [torch.ones(16 * 1024) for _ in range(2000)]

@@ -1,4 +1,4 @@
-"""Policies by exact counts (products in the backward pass, blocks recomputed, bytes alive); rejections."""
+"""Policies by exact counts (products in the backward pass, recomputed blocks, live bytes); rejections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.versions import since_torch_2_13
 
 NUM_LAYERS = 4
 PRODUCTS_A_BLOCK = 4
-"""Linear layers: queries, keys and values together, output, up, down."""
+"""Linear layers of a block: qkv, output, up and down."""
 
 
 def make_gpt(policy: str | None, dropout: float = 0.0, **options: Any) -> GPT:
@@ -44,14 +44,14 @@ def step(model: GPT) -> Tensor:
 
 
 PLAIN_PRODUCTS = 2 * (PRODUCTS_A_BLOCK * NUM_LAYERS + 1)
-"""Two a linear layer, for its input's and its weight's gradient; the head's are two more."""
+"""Each linear layer, the head included, needs two: the gradients of its input and of its weight."""
 
 
 @pytest.mark.parametrize(
     ("policy", "options", "products", "attentions"),
     [
         (None, {}, PLAIN_PRODUCTS, 0),
-        # Nothing needs the last product of a block again: the recomputation stops before it.
+        # The backward pass does not need a block's last product: the recomputation stops before it.
         ("full", {}, PLAIN_PRODUCTS + (PRODUCTS_A_BLOCK - 1) * NUM_LAYERS, NUM_LAYERS),
         ("offload", {}, PLAIN_PRODUCTS + (PRODUCTS_A_BLOCK - 1) * NUM_LAYERS, NUM_LAYERS),
         ("every_n", {"every_n_blocks": 2}, PLAIN_PRODUCTS + (PRODUCTS_A_BLOCK - 1) * 2, 2),
@@ -60,7 +60,7 @@ PLAIN_PRODUCTS = 2 * (PRODUCTS_A_BLOCK * NUM_LAYERS + 1)
         ("full", {"blocks": ["MLP"]}, PLAIN_PRODUCTS + NUM_LAYERS, 0),
     ],
 )
-def test_products_and_attentions_of_the_backward_pass(
+def test_number_of_products_and_attentions_in_the_backward_pass(
     policy: str | None, options: dict[str, Any], products: int, attentions: int
 ) -> None:
     loss = step(make_gpt(policy, **options))
@@ -74,23 +74,23 @@ def live_bytes(policy: str | None, **options: Any) -> int:
     return kept_bytes(make_gpt(policy, **options), step)
 
 
-def test_bytes_alive_after_the_forward_pass() -> None:
+def test_live_bytes_after_the_forward_pass() -> None:
     plain = live_bytes(None)
     full = live_bytes("full")
-    # Each recomputed block keeps its input; what a plain block keeps beyond that is the same for every block.
+    # A recomputed block keeps its input; a plain block keeps `a_block` more bytes.
     a_block = (plain - full) / NUM_LAYERS
     assert a_block == int(a_block)
     assert live_bytes("every_n", every_n_blocks=2) == plain - 2 * a_block
     assert live_bytes("every_n", every_n_blocks=4) == plain - a_block
     assert full < live_bytes("selective") < plain
-    assert live_bytes("offload") == full, "on the CPU the copies take the inputs' place"
+    assert live_bytes("offload") == full, "on the CPU, copies replace the inputs"
     assert a_block > 10 * (2 * 16 * 16 * 4), "ten times a hidden state"
 
 
 def assert_same_gradients(
     make: Callable[[], Any], backward: Callable[[Any], None], **options: Any
 ) -> dict[str, RecomputedBlock]:
-    """To the bit, with blocks recomputed and without; return the recomputed blocks."""
+    """Compare gradients with and without recomputed blocks, bit for bit; return the recomputed blocks."""
     results, recomputed = [], {}
     for is_recomputed in (False, True):
         torch.manual_seed(0)
@@ -102,7 +102,7 @@ def assert_same_gradients(
     return recomputed
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
+@pytest.mark.parametrize("policy", ["selective", "offload"])
 def test_frozen_blocks_and_tied_weights_get_the_same_gradients(policy: str) -> None:
     def make() -> GPT:
         model = make_gpt(None, dropout=0.1)
@@ -115,37 +115,34 @@ def test_frozen_blocks_and_tied_weights_get_the_same_gradients(policy: str) -> N
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer over whole or packed sequences, and a linear one."""
+    """A GRU over packed sequences, and a linear layer."""
 
-    def __init__(self, kind: type[nn.RNNBase], *, packed: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.recurrent = kind(6, 3, num_layers=2, batch_first=True, bidirectional=True)
+        self.recurrent = nn.GRU(6, 3, num_layers=2, batch_first=True, bidirectional=True)
         self.linear = nn.Linear(6, 6)
-        self.packed = packed
 
     def forward(self, x: Tensor) -> Tensor:
-        given = pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True) if self.packed else x
-        y = self.recurrent(given)[0]
-        y = pad_packed_sequence(y, batch_first=True, total_length=5)[0] if self.packed else y
+        packed = pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True)
+        y, _ = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=5)
         return x + self.linear(y)
 
 
 @since_torch_2_13
-@pytest.mark.parametrize(("kind", "packed"), [(nn.LSTM, False), (nn.GRU, True)])
-def test_selective_gives_recurrent_blocks_their_gradients(kind: type[nn.RNNBase], packed: bool) -> None:
-    """They add to products in place, a GRU through views that share no version counter."""
+def test_selective_gives_recurrent_blocks_the_same_gradients() -> None:
+    """A GRU adds to products in place, through views that share no version counter."""
 
     def backward(model: nn.Module) -> None:
         model(torch.randn(3, 5, 6, dtype=torch.float64)).square().sum().backward()
 
     def make() -> nn.Module:
-        return nn.Sequential(*(Recurrent(kind, packed=packed) for _ in range(2))).double()
+        return nn.Sequential(Recurrent(), Recurrent()).double()
 
     assert len(assert_same_gradients(make, backward, policy="selective")) == 2
 
 
 @since_torch_2_13
-def test_selective_recomputes_a_product_that_is_written_to_in_place_and_no_other() -> None:
+def test_selective_recomputes_only_products_that_are_modified_in_place() -> None:
     def make() -> nn.Module:
         layers = [[nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.GELU()] for _ in range(2)]
         return nn.Sequential(*(nn.Sequential(*each) for each in layers)).double()
@@ -159,7 +156,7 @@ def test_selective_recomputes_a_product_that_is_written_to_in_place_and_no_other
         counts.append(operations.counts)
 
     assert_same_gradients(make, backward, policy="selective")
-    assert counts[1]["addmm"] == 2, "in each block one product of two"
+    assert counts[1]["addmm"] == 2, "one of two products in each block"
     assert counts[1]["mm"] == counts[0]["mm"] == 2 * 2 * 2, "two for the gradients of each product"
 
 
@@ -173,7 +170,7 @@ class AddsToItsInput(nn.Module):
         return torch.tanh(self.linear(x) + total), total
 
 
-def test_an_input_that_is_written_to_in_place_needs_a_copy() -> None:
+def test_a_block_that_modifies_its_input_in_place_needs_offload() -> None:
     def backward(blocks: Any) -> None:
         y, total = torch.randn(2, 4, dtype=torch.float64), torch.ones((), dtype=torch.float64)
         for block in blocks:
@@ -190,7 +187,7 @@ def test_an_input_that_is_written_to_in_place_needs_a_copy() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_a_gradient_penalty_has_the_second_derivatives_of_the_plain_run(policy: str) -> None:
+def test_second_derivatives_of_a_gradient_penalty_equal_the_plain_runs(policy: str) -> None:
     def make() -> nn.Module:
         layers = [[nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.GELU()] for _ in range(2)]
         return nn.Sequential(*(nn.Sequential(*each) for each in layers)).double()
@@ -203,7 +200,7 @@ def test_a_gradient_penalty_has_the_second_derivatives_of_the_plain_run(policy: 
     assert_same_gradients(make, backward, policy=policy)
 
 
-def test_the_report_says_which_blocks_and_how_often(deep: Callable[..., Deep]) -> None:
+def test_the_outcome_lists_the_recomputed_blocks_and_counts_recomputations(deep: Callable[..., Deep]) -> None:
     callback = GradientCheckpointing(policy="every_n", every_n_blocks=2)
     assert not callback.outcome().effective
     fit(deep(), callback, max_steps=5)
@@ -213,7 +210,7 @@ def test_the_report_says_which_blocks_and_how_often(deep: Callable[..., Deep]) -
 
 
 @pytest.mark.parametrize("whose", ["the model's own", "Hugging Face's"])
-def test_a_model_that_recomputes_on_its_own_is_rejected(deep: Callable[..., Deep], whose: str) -> None:
+def test_a_model_that_recomputes_by_itself_is_rejected(deep: Callable[..., Deep], whose: str) -> None:
     model = deep()
     if whose == "the model's own":
         model.blocks[1].gradient_checkpointing = True
@@ -227,7 +224,7 @@ def test_a_model_that_recomputes_on_its_own_is_rejected(deep: Callable[..., Deep
     assert "configure_model" not in model.__dict__
 
 
-def test_a_budget_needs_the_compiler_and_is_restored(deep: Callable[..., Deep]) -> None:
+def test_the_budget_needs_a_compiler_and_is_restored(deep: Callable[..., Deep]) -> None:
     from torch._functorch import config
 
     for others in ([], [TorchCompile(backend="aot_eager")]):
@@ -249,7 +246,7 @@ def make_llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_hidden_layers=3, **sizes)).train()
 
 
-def test_a_cache_that_layers_get_by_position_is_not_filled_twice() -> None:
+def test_a_cache_passed_by_position_is_not_filled_twice() -> None:
     sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
     config, tokens = GPT2Config(**sizes, attn_implementation="eager"), torch.randint(0, 50, (2, 6))
     assert_same_gradients(
@@ -257,24 +254,21 @@ def test_a_cache_that_layers_get_by_position_is_not_filled_twice() -> None:
     )
 
 
-@pytest.mark.parametrize(("policy", "use_cache"), [("selective", True), ("offload", False)])
-def test_hugging_faces_layers_are_recomputed_without_filling_their_cache_twice(
-    policy: str, use_cache: bool
-) -> None:
+def test_hugging_faces_layers_are_recomputed_without_filling_their_cache() -> None:
     caches, tokens = [], torch.randint(0, 50, (2, 9))
 
     def backward(model: Any) -> None:
-        out = model(input_ids=tokens, labels=tokens, use_cache=use_cache)
+        out = model(input_ids=tokens, labels=tokens, use_cache=True)
         caches.append(out.past_key_values)
         out.loss.backward()
 
-    hooks = assert_same_gradients(make_llama, backward, policy=policy)
+    hooks = assert_same_gradients(make_llama, backward, policy="selective")
     assert {n: hook.num_recomputed for n, hook in hooks.items()} == {f"model.layers.{i}": 1 for i in range(3)}
-    assert all(hook.is_cache_disabled == use_cache for hook in hooks.values())
-    assert not use_cache or caches[1].get_seq_length() == 0
+    assert all(hook.is_cache_disabled for hook in hooks.values())
+    assert caches[1].get_seq_length() == 0
 
 
-def test_a_filled_cache_cannot_be_recomputed_from() -> None:
+def test_a_recomputed_block_rejects_a_filled_cache() -> None:
     model = make_llama()
     tokens = torch.randint(0, 50, (1, 4))
     with torch.no_grad():
@@ -288,7 +282,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Has dropout, two statistics, a counter that is replaced, and a table that never changes."""
+    """Has dropout, running statistics, a counter that is replaced, and a constant table."""
 
     table: Tensor
     seen: Tensor
@@ -316,7 +310,7 @@ def make(host: HostOffload | None = None) -> tuple[Block, RecomputedBlock]:
 
 
 def train(block: nn.Module, call: Callable[[nn.Module, Tensor], Any], backwards: int) -> list[Tensor]:
-    """Return gradients and buffers after three steps, each with so many backward passes through its graph."""
+    """Return gradients and buffers after three steps, with several backward passes through each graph."""
     torch.manual_seed(1)
     found: list[Tensor] = []
     for _ in range(3):
@@ -341,7 +335,7 @@ CALLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 @pytest.mark.parametrize(
     ("call", "host", "backwards"), [*zip(CALLS, (True, False, True), (1, 2, 1), strict=True)]
 )
-def test_gradients_and_buffers_are_those_of_the_plain_block(call: str, host: bool, backwards: int) -> None:
+def test_gradients_and_buffers_equal_the_plain_blocks(call: str, host: bool, backwards: int) -> None:
     torch.manual_seed(0)
     plain = Block()
     block, recomputed = make(HostOffload() if host else None)
@@ -353,7 +347,7 @@ def test_gradients_and_buffers_are_those_of_the_plain_block(call: str, host: boo
     assert block.seen == 3 * times
 
 
-def test_a_failing_forward_leaves_the_next_one_whole() -> None:
+def test_a_forward_works_after_one_that_failed() -> None:
     block, recomputed = make()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         block(torch.randn(4, WIDTH + 1))
@@ -364,7 +358,7 @@ def test_a_failing_forward_leaves_the_next_one_whole() -> None:
     assert recomputed.num_recomputed == 1
 
 
-def test_inputs_move_to_the_host_masks_stay_and_forwards_without_a_backward_do_not_pile_up() -> None:
+def test_only_differentiable_inputs_move_to_the_host_and_unused_copies_are_freed() -> None:
     host = HostOffload()
     block = nn.Module()
     block.forward = lambda x, mask: x * mask

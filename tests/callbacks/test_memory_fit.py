@@ -1,4 +1,4 @@
-"""`policy=fit`: the choice of brute force, peaks that are measured to the byte, and the smallest budget."""
+"""`policy=fit`: the cheapest choice, a predicted peak that is measured to the byte, the smallest budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -47,7 +46,7 @@ class Block(nn.Module):
 
 
 class Stranger(pl.LightningModule):
-    """Four blocks of two sizes, one of them frozen, of somebody who logs and hooks into everything."""
+    """Four blocks of two sizes, one of them frozen; logs, has hooks, and registers a buffer late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ def drawn(seed: int) -> dict[str, Segments]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_cheapest_mixture_under_any_limit_is_that_of_brute_force(seed: int) -> None:
+def test_the_cheapest_mixture_under_any_limit_equals_a_brute_force_search(seed: int) -> None:
     mixtures = Mixtures(drawn(seed))
     names = mixtures.names
     every = [dict(zip(names, each, strict=True)) for each in itertools.product(POLICIES, repeat=len(names))]
@@ -148,14 +147,12 @@ def test_the_cheapest_mixture_under_any_limit_is_that_of_brute_force(seed: int) 
         assert mixtures.cost(choice) == best
 
 
-def test_the_predicted_peak_is_measured_and_below_the_budget_with_the_weights_of_the_plain_run(
-    tmp_path: Path,
-) -> None:
+def test_the_measured_peak_is_the_predicted_one_and_weights_equal_the_plain_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"callbacks\.gradient_checkpointing\.memory=") as caught:
         train(1024)
     named = re.search(r'memory="(\S+)"', str(caught.value))
-    assert named is not None, "the smallest budget that works"
-    budget = (2 * parse_bytes(named[1]) + peak_of("keep")) // 3
+    assert named is not None, "the error names the smallest budget that works"
+    budget = parse_bytes(named[1]) * 21 // 20
     module, fit, measured = train(budget, folder=str(tmp_path))
     found = fit.outcome().numbers
     assert found["predicted_peak_bytes"] == measured <= budget
@@ -165,10 +162,10 @@ def test_the_predicted_peak_is_measured_and_below_the_budget_with_the_weights_of
     plain = stranger()
     make_trainer(max_steps=2).fit(plain, loader())
     assert is_equal([*plain.parameters()], [*module.parameters()])
-    assert not any(map(RecomputedBlock.of, module.modules())), "removed at the end"
+    assert not any(map(RecomputedBlock.of, module.modules())), "hooks are removed at the end"
 
 
-def test_a_step_that_fits_is_left_alone_by_one_prediction() -> None:
+def test_a_step_that_fits_recomputes_nothing() -> None:
     _, fit, _ = train(2**30)
     assert set(fit.outcome().numbers["policies"].values()) == {"keep"}
     assert fit.outcome().did.startswith("blocks.0-3 keep; predicted peak")
@@ -179,7 +176,7 @@ class Reads(Stranger):
         return super().training_step((batch[0], torch.from_numpy(batch[1].numpy())), batch_idx)
 
 
-def test_what_cannot_be_predicted_or_be_combined_is_rejected() -> None:
+def test_a_step_that_cannot_be_predicted_and_conflicting_techniques_are_rejected() -> None:
     held = stranger()
     held.lock = threading.Lock()
     for module in (held, Reads().double()):
@@ -203,29 +200,8 @@ def test_what_cannot_be_predicted_or_be_combined_is_rejected() -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_equals_brute_force_over_predictions() -> None:
-    def predicted(policies: tuple[str, ...]) -> tuple[int, float]:
-        by_name = {f"blocks.{index}": policy for index, policy in enumerate(policies)}
-
-        def new_trainer() -> pl.Trainer:
-            given = LambdaCallback(setup=lambda _, module, stage: recompute(module, policy=by_name))
-            return make_trainer(max_steps=2, callbacks=[given])
-
-        found = predict(stranger, next(iter(loader())), trainer=new_trainer, num_batches=5)
-        assert found.peak is not None, found.reason
-        return found.peak.num_bytes, found.flops
-
-    every = {policies: predicted(policies) for policies in itertools.product(POLICIES, repeat=4)}
-    budget = sorted(every.values())[len(every) // 4][0]
-    _, fit, _ = train(budget)
-    peak, flops = every[tuple(fit.outcome().numbers["policies"].values())]
-    assert peak == fit.outcome().numbers["predicted_peak_bytes"] <= budget
-    assert flops == min(flops for peak, flops in every.values() if peak <= budget)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["accumulation", "micro-batches", "lora"])
-def test_what_is_predicted_with_other_techniques_is_measured(case: str, tmp_path: Path) -> None:
+def test_the_predicted_peak_with_other_techniques_is_measured(case: str, tmp_path: Path) -> None:
     options = {"accumulate_grad_batches": 2} if case == "accumulation" else {}
     others: dict[str, Callable[[], pl.Callback]] = {
         "micro-batches": lambda: MicroBatch(micro_batch_size=4),
@@ -242,7 +218,7 @@ def test_what_is_predicted_with_other_techniques_is_measured(case: str, tmp_path
 
 
 @pytest.mark.slow
-def test_a_gpu_that_is_not_there_gets_offloaded_blocks_and_the_blocks_of_its_allocator() -> None:
+def test_for_a_simulated_gpu_blocks_are_offloaded_and_allocations_rounded_up() -> None:
     batch = (torch.zeros(512, 8), torch.arange(512) % 3)
 
     def on_a100(callback: GradientCheckpointing) -> int:
@@ -258,12 +234,12 @@ def test_a_gpu_that_is_not_there_gets_offloaded_blocks_and_the_blocks_of_its_all
     fit = GradientCheckpointing(policy="fit", memory=f"{(full + offload) / 2048}KiB")
     assert on_a100(fit) == fit.outcome().numbers["predicted_peak_bytes"] <= (full + offload) / 2
     policies = list(fit.outcome().numbers["policies"].values())
-    assert {"full", "offload"} <= {*policies}, "no more is moved than has to be"
+    assert {"full", "offload"} <= {*policies}, "it moves no more than necessary"
     assert fit.assumptions()[0].startswith("policy=fit: blocks.0")
 
 
 def main(folder: str) -> list[Any]:
-    """Train on two ranks, of which the second has half the samples: by fit, in full, in too little memory."""
+    """Train with `fit`, `full` and too small a budget; the second rank has half the samples."""
     del folder
     rank = int(os.environ["LOCAL_RANK"])
     found: list[Any] = []
@@ -291,7 +267,7 @@ def main(folder: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_choose_alike_for_the_one_with_more_samples(tmp_path: Path) -> None:
+def test_two_ranks_choose_alike_for_the_rank_with_more_samples(tmp_path: Path) -> None:
     first, second = results_of_two_ranks(__name__, tmp_path)
     (weights, chosen), (full, _), rejected = first
     assert chosen == second[0][1], "policies and peak"
@@ -303,7 +279,7 @@ def test_two_ranks_choose_alike_for_the_one_with_more_samples(tmp_path: Path) ->
 
 
 class Doubled(Deep):
-    """Its hook makes another batch, which must not happen twice."""
+    """Has a hook that doubles the batch, which must not happen twice."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return {"x": torch.cat([batch[0]] * 2), "y": torch.cat([batch[1]] * 2)}
@@ -312,7 +288,7 @@ class Doubled(Deep):
         return super().training_step((batch["x"], batch["y"]), batch_idx)
 
 
-def test_the_modules_hooks_around_a_batch_are_not_run_again() -> None:
+def test_predictions_do_not_call_the_modules_hooks_around_a_batch_again() -> None:
     found: list[Any] = []
     for model, batch_size in ((Doubled(), 4), (Deep(), 8)):
         callback = GradientCheckpointing(policy="fit", memory="1GiB")

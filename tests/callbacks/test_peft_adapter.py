@@ -1,4 +1,4 @@
-"""Adapters: every method begins as the identity, trains like a plain loop, and says what it cannot do."""
+"""Adapters: every method starts as the identity and trains like a plain loop; what is rejected."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.adapters import METHODS, Exact
 from tests.support.models import Deep, Net, fit, seeded
 from tests.support.techniques import SGD, plain_loop
 
-WIDE = ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]  # square, as some methods want them
+WIDE = ["blocks.0.linear", "blocks.1.linear", "blocks.2.linear"]  # square, as some methods require
 NEARLY = {"hra", "randlora"}
-"""Products with rotations that are the identity but for rounding."""
+"""Methods that multiply by a rotation, which is the identity up to rounding."""
 
 
 def exact() -> Exact:
@@ -36,7 +36,7 @@ def exact() -> Exact:
 
 
 def adapt_by_hand(model: Exact, method: str, options: dict[str, Any]) -> Exact:
-    """As PEFT's documentation has it, without ours."""
+    """Put adapters into a model as in PEFT's documentation."""
     kind = next(v for k, v in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items() if k.value.lower() == method)
     own: dict[str, Any] = {"ia3": {"feedforward_modules": []}, "fourierft": {"init_weights": True}}
     config = kind(target_modules=WIDE, **own.get(method, {}), **options)
@@ -48,8 +48,8 @@ def adapt_by_hand(model: Exact, method: str, options: dict[str, Any]) -> Exact:
 
 
 @pytest.mark.parametrize("named", list(METHODS))
-def test_every_method_begins_at_the_model_as_it_was_and_trains_like_a_plain_loop(named: str) -> None:
-    """T1; a frozen weight that was decayed, an adapter left out or drawn anew would be off by 1e-3."""
+def test_every_method_starts_as_the_identity_and_trains_like_a_plain_loop(named: str) -> None:
+    """T1; a decayed frozen weight, or a missing or different adapter, would be off by 1e-3."""
     method, options = METHODS[named]
     keywords: dict[str, Any] = {"method": method, "options": options, "target_modules": WIDE}
     ours, plain, base = exact(), exact(), exact()
@@ -61,7 +61,7 @@ def test_every_method_begins_at_the_model_as_it_was_and_trains_like_a_plain_loop
     torch.testing.assert_close(ours(x), before, rtol=exactly, atol=1e-14)
     start = {n: p.detach().clone() for n, p in ours.named_parameters() if p.requires_grad}
     assert all(id(ours.get_parameter(n)) not in frozen or n.endswith(".bias") for n in start)
-    technique = PeftAdapter(**keywords)  # finds the adapters, and leaves them
+    technique = PeftAdapter(**keywords)  # finds the adapters, and keeps them
     fit(ours, technique, max_steps=10)
     torch.manual_seed(3)
     expected = plain_loop(adapt_by_hand(plain, method, options), "64-true", 10)
@@ -109,8 +109,8 @@ def test_all_linear_is_every_linear_layer_that_is_called() -> None:
     assert trained[-2:] == ["head.modules_to_save.default.weight", "head.modules_to_save.default.bias"]
 
 
-def test_adapters_are_there_in_evaluation_too() -> None:
-    """PyTorch's fused path of an encoder layer reads the base weights: adapters would be left out."""
+def test_evaluation_uses_the_adapters_too() -> None:
+    """PyTorch's fused path of an encoder layer reads the base weights, without the adapters."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     plain, model = nn.TransformerEncoder(layer, 2), nn.TransformerEncoder(layer, 2)
     adapt(model, options={"init_lora_weights": False, "r": 2})
@@ -123,7 +123,7 @@ def test_adapters_are_there_in_evaluation_too() -> None:
         assert not torch.allclose(plain(x), model(x), atol=1e-3)
 
 
-def test_a_layer_under_two_names_has_its_adapter_under_both() -> None:
+def test_a_layer_with_two_names_is_adapted_under_both() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -139,10 +139,10 @@ def test_a_layer_under_two_names_has_its_adapter_under_both() -> None:
         adapt(model, **options)
         assert model.head is model.body[1]
         assert isinstance(model.head, kind)
-        assert model.config.width == 3, "the user's attribute, which PEFT would read"
+        assert model.config.width == 3, "the user's own attribute is restored"
 
 
-def test_two_models_in_a_module_are_adapted_and_all_else_is_frozen() -> None:
+def test_two_models_in_a_module_are_adapted_and_everything_else_is_frozen() -> None:
     class Pair(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -169,7 +169,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "text"), UNFIT)
-def test_what_a_model_does_not_have_is_rejected_by_name(wrong: dict[str, Any], text: str) -> None:
+def test_a_setting_that_does_not_fit_the_model_is_rejected(wrong: dict[str, Any], text: str) -> None:
     model = Deep()
     with pytest.raises(ConfigError, match=text):
         fit(model, PeftAdapter(**wrong), max_steps=1)
@@ -189,7 +189,7 @@ def test_layers_without_values_are_rejected() -> None:
 
 
 def test_a_copy_of_a_tied_module_is_rejected() -> None:
-    """PEFT would train the copy and leave the embedding, which was the same weight, as it is."""
+    """PEFT would train the copy, and not the embedding, which was the same weight."""
     sizes = {"vocab_size": 11, "context_length": 8, "d_model": 16, "num_layers": 1, "num_heads": 2}
     copying: dict[str, Any] = {"target_modules": ["qkv"], "modules_to_save": ["head"]}
     with pytest.raises(ConfigError, match="tied to embedding"):
@@ -210,7 +210,7 @@ def test_a_parameter_without_a_gradient_stops_the_run() -> None:
         fit(Partly(), PeftAdapter(), max_steps=2)
     with pytest.raises(GradientError, match=r"6 parameters \(blocks.0.linear.lora_A.default.weight, "):
         fit(Skips(), PeftAdapter(), max_steps=2)
-    with pytest.raises(GradientError, match="6 parameters"):  # one pattern is no sequence of letters
+    with pytest.raises(GradientError, match="6 parameters"):  # a string is one pattern
         fit(Skips(), PeftAdapter(unused="second*"), max_steps=2)
     fit(Skips(), PeftAdapter(unused=["blocks.*"]), GradientCheck(unused=["blocks.*"]), max_steps=2)
 
@@ -224,7 +224,7 @@ def test_adapters_of_another_kind_are_rejected_in_a_second_fit() -> None:
     assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
 
 
-def test_what_unfreezes_the_base_is_rejected() -> None:
+def test_callbacks_that_unfreeze_the_base_are_rejected() -> None:
     for other in (StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1), BackboneFinetuning()):
         with pytest.raises(ConflictError):
             fit(Deep(), PeftAdapter(), other)
@@ -232,7 +232,7 @@ def test_what_unfreezes_the_base_is_rejected() -> None:
 
 @pytest.mark.parametrize("name", ["dora", "oft"])
 def test_recomputed_blocks_train_their_adapters(name: str) -> None:
-    """To the bit; some methods (OFT, HRA) add in place to a product that `selective` would keep."""
+    """Bit for bit; some methods (OFT, HRA) add in place to a product that `selective` would keep."""
     method, options = METHODS[name]
     results = []
     for others in ([], [GradientCheckpointing(policy="selective")]):
@@ -242,12 +242,12 @@ def test_recomputed_blocks_train_their_adapters(name: str) -> None:
     assert results[0] == results[1]
 
 
-def test_a_hugging_face_model_as_a_part() -> None:
-    """GPT-2's layers are none of torch's."""
+def test_a_hugging_face_model_inside_a_module_is_adapted() -> None:
+    """GPT-2's linear layers are transformers' `Conv1D`, not torch's classes."""
     sizes = {"vocab_size": 32, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     model = nn.ModuleDict({"net": GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))})
     names = adapt(model)
-    assert len(names) == 8, "all but the head"
+    assert len(names) == 8, "all linear layers except the head"
     ids = torch.arange(8)[None]
     model["net"](input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""What is compiled, into how many graphs, with what result, and that nothing falls back in silence."""
+"""TorchCompile: which parts are compiled, into how many graphs; equal results; no silent fallback."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_eff.callbacks import torch_compile
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.torch_compile import (
     INDUCTOR,
@@ -24,7 +25,6 @@ from lightning_eff.callbacks.torch_compile import (
     TorchCompile,
     cache_in,
     compile_in_place,
-    folder_bytes,
 )
 from lightning_eff.core.compiled_call import is_compiled
 from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, NoEffectWarning
@@ -38,7 +38,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inducto
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Forget graphs of other tests before and after."""
+    """Forget compiled graphs before and after each test."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -65,15 +65,11 @@ def test_the_number_of_graphs_does_not_grow_with_the_depth(deep: Callable[..., D
     assert outcome.numbers["compile_s"] > 0.0
 
 
-@pytest.mark.parametrize("checkpointing", [None, "full"])
-def test_a_short_last_batch_makes_one_more_graph_and_no_third(
-    deep: Callable[..., Deep], checkpointing: str | None
-) -> None:
+def test_a_short_last_batch_makes_one_more_graph_and_no_third(deep: Callable[..., Deep]) -> None:
     callback = compiler()
-    others = [GradientCheckpointing(policy=checkpointing)] if checkpointing else []
     loader = make_loader(num_samples=11, batch_size=4)
     plain = fit(deep(dropout=0.0), loader=loader, max_steps=9)
-    model = fit(deep(dropout=0.0), callback, *others, loader=loader, max_steps=9)
+    model = fit(deep(dropout=0.0), callback, GradientCheckpointing(), loader=loader, max_steps=9)
     numbers = callback.outcome().numbers
     assert (numbers["graphs"], numbers["recompilations"]) == (2, 1)
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
@@ -98,7 +94,7 @@ class WithLoss(Deep):
 
 
 class Broken(Net):
-    """Ends a graph in the middle."""
+    """Has a graph break."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -112,18 +108,19 @@ def test_graph_breaks_are_reported_with_their_reason_or_rejected() -> None:
     outcome = callback.outcome()
     assert sum(outcome.numbers["graph_breaks"].values()) == 1
     assert outcome.numbers["graphs"] == 2
-    assert "graph_break()" in outcome.did, "the reason"
+    assert "graph_break()" in outcome.did, "the reason is in the report"
     with pytest.raises(torch._dynamo.exc.Unsupported):
         fit(Broken(), compiler(target="forward", fullgraph=True))
 
 
-def test_past_the_limit_of_recompilations_the_run_stops() -> None:
+def test_the_run_stops_at_the_limit_of_recompilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_compile, "RECOMPILATIONS_PER_PART", 2)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        fit(Counting(), compiler(target="forward", backend="eager"), max_steps=16)
+        fit(Counting(), compiler(target="forward", backend="eager"))
 
 
 class Counting(Net):
-    """A number that is different in every step, which each graph takes for a constant."""
+    """Has a number that changes in every step, and that each graph takes for a constant."""
 
     calls = 0
 
@@ -132,13 +129,16 @@ class Counting(Net):
         return super().forward(x) * (1.0 + 0.0 * int(str(self.calls)))
 
 
-def test_blocks_that_differ_in_a_constant_are_all_compiled(deep: Callable[..., Deep]) -> None:
-    """As Hugging Face's layers do by their index; torch's limit of 8 for one code would leave some out."""
+def test_blocks_that_differ_in_a_constant_are_all_compiled(
+    deep: Callable[..., Deep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face's layers differ by their index, and torch limits the recompilations of a code object."""
+    monkeypatch.setattr(torch_compile, "RECOMPILATIONS_PER_PART", 1)
     model = deep()
-    model.blocks = nn.ModuleList(Indexed(i) for i in range(11))
+    model.blocks = nn.ModuleList(Indexed(i) for i in range(4))
     callback = compiler(backend="eager")
     fit(model, callback)
-    assert callback.outcome().numbers["graphs"] == 11
+    assert callback.outcome().numbers["graphs"] == 4
 
 
 class Indexed(nn.Module):
@@ -148,25 +148,23 @@ class Indexed(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x) * (0.1 if self.index == 5 else self.index * 0.01)
+        return x + self.linear(x) * (0.1 if self.index == 2 else self.index * 0.01)
 
 
-def test_everything_is_taken_off_at_the_end_and_after_a_failure(deep: Callable[..., Deep]) -> None:
+def test_after_a_failure_the_model_and_the_compilers_settings_are_restored(deep: Callable[..., Deep]) -> None:
     from torch._dynamo import config
 
     before = (config.recompile_limit, config.fail_on_recompile_limit_hit)
     model = deep()
-    fit(model, compiler(target=["blocks", "forward"]))
-    assert not is_compiled(model)
     wrong = TensorDataset(torch.zeros(2, 5), torch.zeros(2).long())
     with pytest.raises(RuntimeError, match="must have same reduction dim"):
-        fit(model, compiler(target="forward", backend="eager"), loader=DataLoader(wrong))
+        fit(model, compiler(target=["blocks", "forward"], backend="eager"), loader=DataLoader(wrong))
     assert not is_compiled(model)
     assert (config.recompile_limit, config.fail_on_recompile_limit_hit) == before
     assert not torch._dynamo.callback.callback_handler.start_callbacks
 
 
-def test_a_missing_compiler_is_an_error_with_the_line_that_installs_it(
+def test_a_missing_compiler_is_an_error_with_the_command_that_installs_one(
     deep: Callable[..., Deep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -191,7 +189,7 @@ def test_a_copy_of_a_compiled_model_runs_its_own_weights() -> None:
 
 
 def test_a_module_of_pytorch_is_compiled() -> None:
-    """`nn.Module.compile` does nothing for it."""
+    """`nn.Module.compile` does nothing for PyTorch's own classes."""
     model = nn.Module()
     model.part = nn.TransformerEncoderLayer(8, 2, 8)
     compile_in_place(model, "part", backend="eager")
@@ -200,7 +198,7 @@ def test_a_module_of_pytorch_is_compiled() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
-def test_the_cache_folder_is_the_users_unless_the_environment_names_one(
+def test_the_cache_folder_is_cache_dir_unless_the_environment_sets_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(INDUCTOR, raising=False)
@@ -230,7 +228,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_rejected(
 
 
 def main(folder: str) -> None:
-    """Compile without a strategy, and save what was counted."""
+    """Compile without a strategy, and save the outcome."""
     name = os.environ.pop("LOCAL_RANK", "third")
     os.environ.pop("WORLD_SIZE", None)
     callback = TorchCompile(cache_dir=Path(folder) / "cache")
@@ -242,7 +240,7 @@ def main(folder: str) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_two_ranks_at_once_fill_one_cache_and_a_third_process_compiles_nothing(tmp_path: Path) -> None:
+def test_two_processes_fill_one_cache_and_a_third_compiles_nothing(tmp_path: Path) -> None:
     for run in (run_two_ranks, run_alone):
         done = run(__name__, tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -250,13 +248,7 @@ def test_two_ranks_at_once_fill_one_cache_and_a_third_process_compiles_nothing(t
     assert first["losses"] == second["losses"] == third["losses"]
     numbers = third["numbers"]
     assert (numbers["cached"], numbers["not_cached"], numbers["graphs"]) == (1, 0, 1)
-    assert numbers["cache_bytes"] == folder_bytes(tmp_path / "cache") > 0
     assert f"1 of 1 graphs found in {tmp_path / 'cache'}" in third["did"]
-    for path in (tmp_path / "cache").rglob("*.so"):
-        path.write_bytes(b"damaged")
-    damaged = run_alone(__name__, tmp_path)
-    assert damaged.returncode != 0
-    assert f"rm -r {tmp_path / 'cache'}" in damaged.stderr
 
 
 @pytest.mark.slow
@@ -268,7 +260,7 @@ def test_inductor_trains_like_the_plain_model(deep: Callable[..., Deep]) -> None
     assert_equal(model, plain, plain.losses, 1e-5)
 
 
-def test_parts_that_are_not_there_are_named(deep: Callable[..., Deep]) -> None:
+def test_a_target_that_the_model_lacks_is_rejected(deep: Callable[..., Deep]) -> None:
     for target in ("blokcs", "lr", "norm.reset_parameter"):
         with pytest.raises(ConfigError, match=f"callbacks.torch_compile.target='{target}'"):
             fit(deep(), compiler(target=target))

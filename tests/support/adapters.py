@@ -29,7 +29,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Exact(Deep):
-    """In float64, with every loss kept."""
+    """Computes in the dtype of its weights, and keeps all losses in full precision."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -43,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def edited(path: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """Return a checkpoint whose content was changed by someone who can seal it."""
+    """Change a checkpoint's content, write it with a valid digest, and return its path."""
     state = read(path)
     edit(state)
     Durable().save_checkpoint(state, target)

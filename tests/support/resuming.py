@@ -1,4 +1,4 @@
-"""A run whose order and random draws show in what it has seen and in its weights."""
+"""A run whose order of samples and random draws show in its list of samples and in its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_SAMPLES = 12
 
 
 class Samples(Dataset[Tensor]):
-    """Samples that know their index; they draw from all generators if asked to."""
+    """Samples that contain their index, and optionally numbers drawn from torch and NumPy."""
 
     def __init__(self, length: int = NUM_SAMPLES, *, draws: bool = False) -> None:
         self.length, self.draws = length, draws
@@ -32,7 +32,7 @@ class Samples(Dataset[Tensor]):
 
 
 class Dropping(pl.LightningModule):
-    """A layer with dropout, whose steps keep the samples that they saw."""
+    """A layer with dropout, that keeps the indices of each step's samples in `seen`."""
 
     def __init__(self, *, asks_for_steps: bool = False) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ TRAIN += ["scheduler=none", "logger=none", "data.paths=[notes]"]
 
 
 def train_llama(command: Command, tiny_llama: Path, *words: str) -> Path:
-    """Train for two steps in the current folder, and return the run's folder."""
+    """Train for two steps in the current folder; return the run's folder."""
     Path("notes").mkdir(exist_ok=True)
     for index in range(20):
         Path("notes", f"{index}.txt").write_text("the cat sat on the mat\n" * 9)

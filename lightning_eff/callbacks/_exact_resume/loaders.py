@@ -1,42 +1,38 @@
 """A training loader that begins where an earlier process stopped.
 
-`callbacks/exact_resume` wraps each of a Trainer's loaders with it, and `resumable` a Fabric loader. A pass
-starts again from its initial random states, skips its first batches, and then the saved states are set. So
-the sampler draws the same order, workers get the same seeds, and the next step draws the same random numbers.
-Indices are skipped without loading their samples. If samples may draw random numbers in workers, or there are
-no indices, the batches are loaded and dropped.
+`callbacks/exact_resume` wraps each loader of a Trainer in an `ExactLoader`; `resumable` wraps a loader for
+Fabric or a custom loop. A resumed pass runs in three steps:
+
+1. Set the random states that the saved pass began with. The sampler then draws the same order, and workers
+   get the same seeds.
+2. Skip the batches that were already trained on. Only their indices are drawn. If workers may draw random
+   numbers, or if there are no indices, these batches are loaded and dropped.
+3. Set the random states of the save, so that the next step draws the same numbers.
 
 torch 2.13: `iter(loader)` first asks the sampler for its pass and then draws the workers' seed. The sampler
-draws its order at the request for the first indices; workers request them at once.
+draws its order when the first indices are requested; workers request them at once.
 
 A stateful loader (torchdata, litdata, Hugging Face) keeps its own position. If Lightning does not know a
-loader's length, it fetches one batch ahead, so the state before that batch must be saved.
+loader's length, it fetches one batch ahead, so the loader's state before that batch must be saved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.data import sized_len
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_eff.callbacks._exact_resume.resumable_run import (
@@ -55,25 +51,25 @@ NUM_HASHED = 16
 
 
 class IndexStream:
-    """Wraps a loader's batch sampler; a resumed pass can skip its first batches without loading them.
+    """Wraps a loader's batch sampler, so that a resumed pass can skip batches without loading their samples.
 
-    A loader asks for the pass before it draws its workers' seed, and for the first indices afterwards. The
-    random states at both moments are needed to draw the same order again.
+    A loader asks for a pass of indices, then draws its workers' seed, then requests the first indices. The
+    same order is drawn again only if the random states are the same both times.
 
     Args:
-        source: The loader's batch sampler, or its sampler if it does not batch. The name is not `sampler`,
-            because Lightning sets the epoch of an attribute with that name.
+        source: The loader's batch sampler, or its sampler if it does not batch. Not named `sampler`, since
+            Lightning sets the epoch of an attribute with that name.
         run: State shared by this rank's loaders.
     """
 
     is_resumed = False
-    """Whether the next pass begins with the states in `first_states`."""
+    """Whether the next pass continues a saved pass, with the random states in `first_states`."""
     num_skipped = 0
-    """Batches of indices that a resumed pass skips."""
+    """Number of batches that a resumed pass skips."""
     is_asked = False
     """Whether the loader has asked for the indices of its current pass."""
     remaining: list[Any] | None = None
-    """All batches of indices of the next pass; they replace the sampler's."""
+    """Indices of all batches of the next pass, in place of the sampler's; None uses the sampler's."""
     first_states: RandomStates | None = None
     """Random states when the current pass was asked for its first indices."""
 
@@ -92,8 +88,7 @@ class IndexStream:
         self.hashes.clear()
         for batch in itertools.islice(indices, NUM_HASHED):
             with contextlib.suppress(TypeError, AttributeError):  # objects are not hashed
-                # JSON, since indices may be ints, arrays, or lists of them; the same indices always give the
-                # same text.
+                # JSON, since indices may be ints, arrays, or lists of them; equal indices give equal text.
                 text = json.dumps(batch, default=lambda array: array.tolist())
                 self.hashes.append(zlib.crc32(text.encode()))
             yield batch
@@ -103,20 +98,20 @@ class IndexStream:
         num_skipped, self.num_skipped = self.num_skipped, 0
         is_resumed, self.is_resumed = self.is_resumed, False
         run: ResumableRun = self.run
-        # Where training stands: restored once the skipped indices have been drawn.
+        # The states of training, restored below, once the skipped indices have been drawn.
         current = run.capture()
         if is_resumed:
             self.first_states = self.first_states or current
             run.restore(self.first_states)
-            # A sampler draws its order with its first index, so take that one in `first_states`. If nothing
-            # is skipped, it is used below.
+            # Samplers draw their order with the first index, so take one index with these states. It counts
+            # as the first skipped one, or is yielded below.
             taken = list(itertools.islice(indices, 1))
             first = run.capture()
             deque(itertools.islice(indices, max(0, num_skipped - 1)), maxlen=0)
             if has_global(differing(run.capture(), first)):
                 run.inexact.append(LATE_DRAWS)
-            # If nothing is skipped, leave the users' generators ("generator.0") alone: workers request
-            # indices at once, which advances a sampler's generator to its right position.
+            # If nothing is skipped, the users' own generators ("generator.0") keep their states: requesting
+            # the first index has just advanced a sampler's generator to the right position.
             run.restore({k: v for k, v in current.items() if num_skipped or "." not in k})
             yield from () if num_skipped else taken
         else:
@@ -135,41 +130,12 @@ class IndexStream:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value) if hasattr(IndexStream, name) else setattr(self.source, name, value)
 
-    # For users' `isinstance(loader.batch_sampler, ...)`.
+    # So that `isinstance(loader.batch_sampler, ...)` of users and libraries sees the source's class.
     __class__ = property(lambda self: type(self.source))  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override
-    def __reduce__(self) -> Any:  # a spawned worker does not need the states
-        return (_same, (self.source,))
-
-
-def _same(source: Any) -> Any:
-    return source
-
-
-class DropFirst:
-    """A `collate_fn` that drops a pass's first batches in the workers.
-
-    Workers must load them to draw the same random numbers, but sending a small batch to the main process
-    takes longer than loading it.
-
-    Args:
-        collate_fn: The loader's `collate_fn`, which may draw random numbers too.
-        num_dropped: Number of batches to drop in the pass.
-        num_workers: Number of workers; worker w loads the batches w, w + num_workers, ...
-    """
-
-    def __init__(self, collate_fn: Callable[[Any], Any], num_dropped: int, num_workers: int) -> None:
-        self.collate_fn, self.num_dropped, self.num_workers = collate_fn, num_dropped, num_workers
-        self.num_batches = 0
-        """Batches that this worker has loaded."""
-
-    def __call__(self, samples: Any) -> Any:
-        batch = self.collate_fn(samples)
-        worker: Any = get_worker_info()
-        index = self.num_batches * self.num_workers + worker.id
-        self.num_batches += 1
-        return None if index < self.num_dropped else batch
+    def __reduce__(self) -> Any:  # spawned workers get the source alone: they need no states
+        return (copy.copy, (self.source,))
 
 
 class ExactLoader(LoaderWrapper):
@@ -188,7 +154,7 @@ class ExactLoader(LoaderWrapper):
         self.num_batches = 0
         self.is_over = False
         self.is_shared = False
-        """Whether this pass continues an epoch that began on another number of ranks."""
+        """Whether this pass is this rank's part of an epoch that began on another number of ranks."""
         self._start: RandomStates | None = None
         self._begun: RandomStates | None = None
         self._first: RandomStates | None = None
@@ -213,18 +179,18 @@ class ExactLoader(LoaderWrapper):
             num_dropped = 0
         if stream is not None:
             stream.first_states, stream.is_asked = self._first, False
-            # If saved before the first batch, the sampler had not drawn yet: it draws in the resumed run.
+            # At a save before the first batch, the sampler had not drawn its order yet.
             stream.is_resumed = position is not None and self.num_batches + run.num_pending_ahead > 0
             stream.remaining = None if position is None else self._remaining(position)
             self.is_shared = stream.remaining is not None
             is_replayed = run.replays and getattr(self.loader, "num_workers", 0) > 0
-            # Skipping means drawing only indices; with workers, the batches must be loaded too, for their
-            # random draws.
+            # Skipped batches are not loaded. Workers may draw random numbers: they load batches to drop.
             is_skipped = self.is_shared or not is_replayed
             stream.num_skipped = num_dropped if is_skipped else 0
             num_dropped -= stream.num_skipped
-        iterator = self._iterator(num_dropped)
-        is_lazy = stream is not None and stream.first_states is None  # without workers
+        iterator = iter(self.loader)
+        # Without workers the sampler has not been asked for its first indices yet.
+        is_lazy = stream is not None and stream.first_states is None
         self._begun = run.capture() if is_lazy or stream is None else None
         if stream is not None and position is not None:
             if is_lazy:
@@ -236,26 +202,8 @@ class ExactLoader(LoaderWrapper):
         saved = None if self.is_shared else position
         return self._batches(iterator, saved, is_begun=num_dropped > 0)
 
-    def _iterator(self, num_dropped: int) -> Iterator[Any]:
-        """Begin a pass of the loader; its workers drop the first batches."""
-        loader: Any = self.loader
-        if (
-            not num_dropped
-            or self.stream is None
-            or not isinstance(loader, DataLoader)
-            # Without order, worker w does not load the batches w, w + num_workers, ..., so DropFirst cannot
-            # count them.
-            or not loader.in_order
-        ):
-            return iter(loader)
-        # The workers are created, and get this `collate_fn`, while the iterator is.
-        with patch.object(
-            loader, "collate_fn", DropFirst(loader.collate_fn, num_dropped, loader.num_workers)
-        ):
-            return iter(loader)
-
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
-        # Then Lightning fetches a batch ahead: keep the state before the last batch as well.
+        # Lightning fetches a batch ahead of these: keep the state before the last batch as well.
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
         is_begun |= self.stream is not None
         while True:
@@ -314,9 +262,9 @@ class ExactLoader(LoaderWrapper):
             run.inexact.append(f"{before} {text} are now {now}")
 
     def _remaining(self, saved: Position) -> list[list[int]] | None:
-        """Return this rank's batches of the remaining epoch, if the number of ranks has changed.
+        """Return this rank's share of the remaining epoch, as indices, if the number of ranks has changed.
 
-        None if it has not, or if the epoch's order is unknown.
+        None if that number is the same, or if the order of the epoch cannot be computed.
         """
         run = self.run
         if run.num_saved_ranks == run.num_ranks:
@@ -330,10 +278,11 @@ class ExactLoader(LoaderWrapper):
             text = f"the order of {saved.order} is not known on other ranks"
             run.inexact.append(f"{text}: samples of this epoch may be seen again")
             return None
-        # In every step, each of the earlier ranks took `batch_size` samples of the common order.
+        # In every step, each of the saved ranks took `batch_size` samples of the common order.
         rest = order[saved.num_batches * saved.batch_size * run.num_saved_ranks :]
-        rest += rest[: -len(rest) % run.num_ranks]  # equal shares: repeat samples like torch's sampler
-        # Like torch's DistributedSampler: rank r takes every num_ranks-th sample, starting at r.
+        # As torch's DistributedSampler does: repeat samples until all ranks get equally many; rank r takes
+        # every num_ranks-th one, starting with the r-th.
+        rest += rest[: -len(rest) % run.num_ranks]
         own = rest[run.rank :: run.num_ranks]
         batches = [own[i : i + saved.batch_size] for i in range(0, len(own), saved.batch_size)]
         if batches and getattr(self.loader, "drop_last", False) and len(batches[-1]) < saved.batch_size:
@@ -342,12 +291,12 @@ class ExactLoader(LoaderWrapper):
         return batches
 
     def _order(self, saved: Position) -> list[int] | None:
-        """Return the order of all samples in the checkpoint's epoch; None if it cannot be computed."""
+        """Return all indices in the order of the saved epoch; None if the order cannot be computed."""
         samples: Any = range(saved.num_samples)
         if saved.order in ("sequential", "distributed in order"):
             return list(samples)
         if saved.order == "distributed":
-            # With a single replica it yields the common order, before ranks take their parts.
+            # A sampler for a single rank yields the common order, of which each rank takes a part.
             sampler = DistributedSampler[int](samples, num_replicas=1, rank=0, seed=saved.seed)
             sampler.set_epoch(saved.epoch)
             return list(sampler)
@@ -356,19 +305,19 @@ class ExactLoader(LoaderWrapper):
         current = self.run.capture()
         self._begin_order(saved)
         order = list(RandomSampler(samples, generator=getattr(self.loader, "generator", None)))
-        # Computing the order must not advance the run's generators.
+        # Drawing the order has advanced generators that the run still needs.
         self.run.restore(current)
         return order
 
     def _begin_order(self, saved: Position) -> None:
-        """Set the random states at the moment when a pass was asked for its first indices."""
+        """Set the random states in which the saved pass drew its order."""
         self.run.restore(saved.first or saved.start)
         if saved.first is None:  # torch draws the workers' seed first
             generator = getattr(self.loader, "generator", None)
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     def _first_batch(self, saved: Position | None) -> None:
-        """Check the order; report after the last loader's first batch."""
+        """Check the order of a resumed pass; log the report after the last loader's first batch."""
         if saved is not None:
             self.check_order(saved)
         if self.run.report is not None and self is self.run.loaders[-1]:
@@ -376,14 +325,14 @@ class ExactLoader(LoaderWrapper):
             self.run.report = None
 
     def check_order(self, saved: Position) -> None:
-        """Compare the indices of a pass with the saved ones."""
+        """Compare the hashes of a pass's first indices with the saved hashes."""
         if self.stream is None or not saved.hashes:
             self.run.is_order_checked = False
         elif self.stream.hashes[: len(saved.hashes)] != saved.hashes:
             self.run.inexact.append("the sampler does not repeat the indices of the saved epoch")
 
     def repeat_epoch(self, saved: Position) -> None:
-        """Draw the first indices of the checkpoint's completed epoch again, and compare them."""
+        """Draw the first indices of the saved, completed epoch again, to check their order."""
         if self.stream is not None and saved.hashes:
             if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
@@ -412,9 +361,9 @@ class ExactLoader(LoaderWrapper):
             self.run.inexact.append(LATE_DRAWS)
 
     def position(self, num_ahead: int) -> Position:
-        """Return the position, `num_ahead` batches before the last batch handed out."""
+        """Return the position `num_ahead` batches before the last batch that was handed out."""
         sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
-        # Usually `first` equals the states after the pass began. A resumed run has them again, so omit them.
+        # `first` usually equals the states just after the pass began, which a resumed run reaches by itself.
         first = self._first if self.stream is None else self.stream.first_states
         is_needed = first is not None and (self._begun is None or differing(first, self._begun))
         return Position(
@@ -460,10 +409,10 @@ class StatefulExactLoader(ExactLoader):
 
 
 class StandaloneLoader(ExactLoader):
-    """A loader for use without a Trainer; its state is the position and random states of each rank.
+    """A loader for use without a Trainer; its state has the position and random states of each rank.
 
-    Under Fabric, it performs itself the steps of Fabric's loader in each pass. Fabric's loader would begin
-    the pass at the first batch, after the random states are set.
+    Under Fabric it replaces Fabric's loader: it sets the sampler's epoch and moves batches to the device.
+    Fabric's loader begins a pass only with its first batch, which is after the random states are set.
     """
 
     OWN = (*ExactLoader.OWN, "fabric_loader", "num_passes")
@@ -497,7 +446,7 @@ class StandaloneLoader(ExactLoader):
         """Return the position of each rank, and the loader's own state; all ranks must call it."""
         is_between = self.is_over or self._start is None
         positions = of_all_ranks(self.run.position(is_over=is_between))
-        # Within a pass, the resumed loader begins this pass again.
+        # Within a pass, the resumed loader repeats this pass's number.
         num_passes = self.num_passes - (not is_between)
         return {"positions": positions, "own": self.own_state(), "num_passes": num_passes}
 
@@ -509,7 +458,7 @@ class StandaloneLoader(ExactLoader):
 
 
 def observe(loader: Any, run: ResumableRun) -> Any:
-    """Install an `IndexStream` in a loader with indices, so that its passes can skip batches."""
+    """Put an `IndexStream` around a loader's sampler, if it has indices, so that passes can skip batches."""
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if has_indices and not is_stateful(loader):
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -544,7 +493,7 @@ def sampler_with_epoch(loader: Any) -> Any:
 
 
 def order_of(sampler: Any) -> str:
-    """Return the kind of a sampler's order, as in `Position.order`."""
+    """Return the kind of order that a sampler draws, as in `Position.order`."""
     if type(sampler) is DistributedSampler:
         return "distributed" if sampler.shuffle else "distributed in order"
     return {SequentialSampler: "sequential", RandomSampler: "random"}.get(

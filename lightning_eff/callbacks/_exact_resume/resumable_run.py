@@ -1,7 +1,7 @@
-"""The position of a rank in its data, and the state that its loaders share: random states, pending position.
+"""The position of a rank in its data, and the state that all its loaders share.
 
-`callbacks/exact_resume` creates one `ResumableRun`. Loaders (loaders.py) call it; it calls only their
-`position`.
+`callbacks/exact_resume` creates one `ResumableRun` per fit, and the loaders in loaders.py call it. A
+`RankPosition` is what a checkpoint holds for each rank.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Position:
     Args:
         num_batches: Batches that were trained on in this pass.
         start: Random states when the pass began.
-        first: Random states when the sampler was asked for its first indices; None if they equal the states
-            just after the pass began.
+        first: Random states when the first indices were requested; None if they equal the states just after
+            the pass began.
         order: Kind of order: `sequential`, `random`, `distributed`, `distributed in order`, or the sampler's
             class.
         seed: Seed of a distributed sampler.
@@ -62,8 +62,8 @@ class RankPosition:
 
     Args:
         now: Random states at the save.
-        num_ahead: Batches that Lightning had fetched beyond the last trained one: one if it does not know the
-            loader's length.
+        num_ahead: Batches that Lightning had fetched after the last trained one: 1 if it does not know the
+            length of the loader, else 0.
         is_over: Whether the epoch had ended, so that the loaders begin a new pass.
         loaders: Positions in Lightning's order of loaders.
         notes: Reasons that a resumed run is not exact.
@@ -82,9 +82,9 @@ def num_ranks() -> int:
 
 
 def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
-    """Return the position of each rank in a checkpoint's plain types; a collective, so all ranks call it.
+    """Return the positions of all ranks in plain types, for a checkpoint; a collective.
 
-    A position is about 16 kB with one loader, because random states equal to those at the save are omitted.
+    The position of one loader takes about 16 kB: random states that equal the states at the save are omitted.
     """
     content = asdict(own)
     for loader in content["loaders"]:
@@ -93,7 +93,7 @@ def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
         loader["first"] = loader["first"] and differing(loader["first"], own.now)
     if num_ranks() == 1:
         return [content]
-    # Why not `all_gather_object`: it unpickles data from other ranks.
+    # Not `all_gather_object`, which unpickles data from other ranks.
     written = io.BytesIO()
     torch.save(content, written)
     # NCCL sends only tensors on a GPU.
@@ -159,7 +159,7 @@ class ResumableRun:
         self.is_begun = False
         """Whether a pass has begun at the pending position."""
         self.is_before_epoch = False
-        """Whether the pass of the epoch after the saved one must not begin yet."""
+        """Whether loaders must wait with the next epoch's pass until its start hooks have run."""
         self.num_remaining: list[int] = []
         """Remaining batches of the epoch per loader, if the number of ranks has changed."""
         self.did: list[str] = []
@@ -170,9 +170,9 @@ class ResumableRun:
         self.report: Callable[[], None] | None = None
         """Called after the first batch of a resumed run, when all differences are known."""
         self.refusal = ""
-        """Change of the data, raised after `iter(loader)`, because Lightning hides errors raised in it."""
+        """The change of the data that stops the run; raised later, since Lightning hides errors of `iter`."""
         self.isolated: RandomStates | None = None
-        """Random states to which training returns after the running validation."""
+        """Random states before the validation that is running; training continues with them."""
         self.undo = ExitStack()
         """Restores the loaders' own samplers."""
         self._num_requests = 0
@@ -202,7 +202,7 @@ class ResumableRun:
         """
         if self.pending is not None:  # no batch was trained on since the resume
             changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks continued"]
-            # The loaders still stand where the checkpoint left them.
+            # So the position is still the checkpoint's.
             return replace(self.pending, notes=[*self.pending.notes, *changed])
         num_ahead = self.num_ahead()
         loaders = [loader.position(num_ahead + is_in_step) for loader in self.loaders]
@@ -213,12 +213,12 @@ class ResumableRun:
         return RankPosition(now, num_ahead, is_over, loaders, notes)
 
     def resume(self, positions: list[RankPosition]) -> None:
-        """Begin the next passes at the checkpoint's positions, one per rank.
+        """Let the next passes begin at the positions of a checkpoint, one per saved rank.
 
-        If the number of ranks has changed, they divide the remaining epoch, with different random states.
+        If the number of ranks has changed, they divide the remaining epoch, and draw other random numbers.
         """
         self.num_saved_ranks = len(positions)
-        # A rank without a saved position takes the last one; the ranks divide the remaining samples anyway.
+        # A rank without a saved position takes another rank's: all divide the remaining samples anyway.
         self.pending = positions[min(self.rank, len(positions) - 1)]
         self.is_begun, self.refusal = False, ""
         self.did, self.num_remaining, self.is_order_checked = [], [], True
@@ -231,7 +231,7 @@ class ResumableRun:
             self.pending.now = self.capture()
 
     def begin(self, loader: object) -> Position | None:
-        """Register the start of a loader's pass; return its saved position in a resumed run, else None."""
+        """Register the start of a loader's pass; return the saved position to continue at, or None."""
         if self.pending is None:
             return None
         self.is_begun, index = True, self.loaders.index(loader)
@@ -263,7 +263,7 @@ class ResumableRun:
         self._num_requests += 1
         if self.pending.is_over:
             self.pending = None
-        # Batches that had been fetched ahead were drawn before the save; the next one was not.
+        # Batches that had been fetched ahead were drawn before the save, with the states of the pass.
         elif self._num_requests > self.num_pending_ahead:
             self.restore(self.pending.now)
             self.pending = None
@@ -279,12 +279,12 @@ class ResumableRun:
         named = {f"generator.{index}": value for index, value in enumerate(found.values())}
         datasets = [getattr(loader.loader, "dataset", None) for loader in self.loaders]
         own = {id(value): value for each in datasets for value in _held(each) if isinstance(value, KINDS)}
-        # A generator that both a loader and its dataset hold is restored once.
+        # A generator that a loader shares with its dataset has one name, so that it is restored once.
         return named | {f"dataset.{i}": own[key] for i, key in enumerate(own) if key not in found}
 
 
 def _held(owner: Any) -> list[Any]:
-    """Return the attributes of an object and, recursively, of its samplers and datasets."""
+    """Return the attributes of an object, and of the samplers and datasets among them, recursively."""
     values: list[Any] = []
     owners, seen = [owner], set[int]()
     while owners:

@@ -1,4 +1,4 @@
-"""Two ranks (gloo): a resumed run equals the uninterrupted run to the bit; one rank resumes for two."""
+"""Two ranks (gloo): a resumed run equals the uninterrupted run bit for bit; one rank resumes for two."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def samples(batches: list[list[int]]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_resume_to_the_bit(name: str, ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_two_ranks_resume_bit_for_bit(name: str, ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for results in ranks[1]:
         whole = results[name][0]
         for step in (1, 3, 4, 6):
@@ -110,7 +110,7 @@ def test_two_ranks_resume_to_the_bit(name: str, ranks: tuple[Path, list[dict[str
 
 
 @pytest.mark.slow
-def test_two_ranks_under_fabric_resume_to_the_bit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_two_ranks_under_fabric_resume_bit_for_bit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for results in ranks[1]:
         whole = results["fabric"][0]
         assert whole[:4] != whole[4:8]
@@ -121,7 +121,7 @@ def test_two_ranks_under_fabric_resume_to_the_bit(ranks: tuple[Path, list[dict[s
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_other_ranks_train_on_the_rest_of_the_epoch(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_another_number_of_ranks_divides_the_epoch(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, both = ranks
     before = samples([batch for results in both for batch in results["ddp"][0]["seen"][:2]])
     alone = fit(folder / "ddp" / "step=2.ckpt", max_epochs=1)
