@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
@@ -248,8 +248,8 @@ class LateProjection:
         """Number of reads of full logits, by function."""
         self.means: list[tuple[object, Tensor]] | None = None
         """Autograd nodes of mean losses, with their numbers of targets; None if they are not needed."""
-        self._num_steps = 0  # steps of any optimizer; not every step changes the version of a weight
-        self._step_hook = register_optimizer_step_post_hook(self._count_step)
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # calls with live logits
+        self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
         self._work: Callable[..., Tensor] | None = None  # replaces the module's forward while set
         self._forward: Callable[..., Tensor] = self.module.forward
         self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
@@ -266,11 +266,8 @@ class LateProjection:
             self._gathered.undo()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Autograd nodes and hooks cannot be pickled.
-        return vars(self) | {"means": None, "_step_hook": None}
-
-    def _count_step(self, *_: object) -> None:
-        self._num_steps += 1
+        # Autograd nodes, weak references and hooks cannot be pickled.
+        return vars(self) | {"means": None, "_calls": weakref.WeakSet(), "_step_hook": None}
 
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,6 +283,7 @@ class LateProjection:
             "enabled": torch.is_autocast_enabled(device),
         }  # fmt: skip
         call = Call(self, x, self._state(x), autocast)
+        self._calls.add(call)
         # The logits of `F.linear` would require a gradient in the same cases.
         is_trained = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters))
         dtype = product_dtype(x, self.linear.weight)
@@ -327,7 +325,7 @@ class LateProjection:
             scaling = tuple(module.scaling.items())
             adapter = (tuple(module.active_adapters), module.disable_adapters, module.merged, scaling)
         is_ours = vars(module).get("forward") == self._in_forward
-        return self._num_steps, versions, weights, module.training, adapter, is_ours
+        return versions, weights, module.training, adapter, is_ours
 
     def _in_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the module's forward: run `_work` if it is set."""
@@ -377,6 +375,13 @@ class LateProjection:
                 else:
                     source, use = logits.origin
                     logits.computed = use.on(source.computed)  # pyright: ignore[reportArgumentType]
+
+    def compute_held(self, *_: object) -> None:
+        """Compute logits that the run still holds, for a metric for example, before the weights change."""
+        for call in [*self._calls]:
+            if any((logits := each()) is not None and logits.computed is None for each in call.logits):
+                self.compute(call, "a reader after the optimizer step")
+        self._calls.clear()
 
     @_untraced
     def in_tiles(self, logits: LazyLogits, kernel: Any, target: Tensor, **options: Any) -> Tensor:

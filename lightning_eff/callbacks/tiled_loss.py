@@ -12,9 +12,10 @@ Costs: in float16, and inside recomputed blocks, a fourth GEMM of the projection
     once per tile, at most 16 times.
 When not: the vocabulary is small; metrics read full logits, which are computed in addition to the loss.
 Conflicts: a quantized projection; strategies that wait for the gradient of a model's logits. If the
-    projection has hooks, or an adapter with dropout, its logits are computed at once. Logits cannot be read
-    after an optimizer step, or after their weights or inputs have changed; changes through `.data` are not
-    detected. A fully compiled model has a graph break at its projection.
+    projection has hooks, or an adapter with dropout, its logits are computed at once. Logits still held when
+    an optimizer steps are computed before the step. Other reads after weights or inputs have changed are
+    rejected; changes through `.data` are not detected. A fully compiled model has a graph break at its
+    projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
@@ -26,12 +27,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff.callbacks._lazy_logits import LateProjection, node_of
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Positive, check_arguments
-from lightning_eff.core.errors import TO_FSDP2, ConfigError, NoEffectWarning, Remedy
+from lightning_eff.core.errors import TO_FSDP2, ConfigError, ConflictWarning, NoEffectWarning, Remedy
 from lightning_eff.core.managed import Tiling
 from lightning_eff.core.technique import TRANSFORM, Facts, Outcome, Rule, Try
 from lightning_eff.core.text import human_bytes
@@ -105,6 +107,7 @@ class TiledLoss(Tiling):
 
     Warns:
         NoEffectWarning: The model has no output projection, or no loss was computed in tiles.
+        ConflictWarning: Backward passes of a step had unequal numbers of targets, but no weights.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TiledLoss()], logger=False, accelerator="cpu")
@@ -123,6 +126,9 @@ class TiledLoss(Tiling):
         super().__init__()
         self.head = head
         self.tile_budget_mib = tile_budget_mib
+        self._unweighted: list[Tensor] = []
+        """Targets per sample, for each backward pass of the step that has no weight."""
+        self._has_warned = False
 
     def facts(self) -> Facts:
         """State that it changes the model; reject strategies that would miss its loss's backward pass."""
@@ -175,6 +181,7 @@ class TiledLoss(Tiling):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Pass the number of targets to GradientAccumulation and MicroBatch."""
+        self._unweighted, self._has_warned = [], False
         step = trainer.fit_loop.epoch_loop.automatic_optimization
         # Without these two, Lightning's own loop runs, which has no weights.
         if isinstance(step, lightning_loop.ExactStep):
@@ -182,8 +189,11 @@ class TiledLoss(Tiling):
             for projection in self._tiled.values():
                 projection.means = []
 
-    def _weigh(self, output: Any, _: int | None) -> Any:
-        """Add the weight to a step's output if it is the mean loss itself and has no weight."""
+    def _weigh(self, output: Any, num_samples: int | None) -> Any:
+        """Add the weight to a step's output if it is the mean loss itself and has no weight.
+
+        `num_samples` is 0 in a check of the loss, which is no part of a step.
+        """
         means: list[tuple[object, Tensor]] = []
         for projection in self._tiled.values():
             means += projection.means or ()
@@ -195,7 +205,29 @@ class TiledLoss(Tiling):
         # The tiled mean itself has its autograd node; `loss + aux` has another one.
         node = node_of(loss)
         targets = next((count for each, count in means if each is node), None)
-        return output if targets is None else named | {"loss_weight": targets}
+        if targets is not None:
+            return named | {"loss_weight": targets}
+        if means and num_samples:
+            # Equal numbers of targets per sample need no weights; `on_before_optimizer_step` compares them.
+            self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
+        return output
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Compute held logits here too: an optimizer's own hook runs before the closure with the batch."""
+        for projection in self._tiled.values():
+            projection.compute_held()
+        passes, self._unweighted = self._unweighted, []
+        if len(passes) > 1 and not self._has_warned and len(set(torch.stack(passes).tolist())) > 1:
+            self._has_warned = True
+            text = (
+                "TiledLoss: the backward passes of a step had unequal numbers of targets and count by their "
+                "samples: a loss that was changed after its mean gives no weight\n"
+                '  try: return {"loss": loss, "loss_weight": num_targets} from training_step'
+            )
+            warnings.warn(text, ConflictWarning, stacklevel=2)
 
     @override
     def outcome(self) -> Outcome:

@@ -399,7 +399,9 @@ def _conversation(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]
         turns.append({"role": "system", "content": row["system"]})
     if row.get("instruction") is not None and row.get("output") is not None:
         asked = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
-        return [*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+        for question, answer in [*(row.get("history") or []), (asked, row["output"])]:
+            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return turns
     if row.get("conversations") is None:
         return None
     for turn in row["conversations"]:

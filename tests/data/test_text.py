@@ -315,12 +315,15 @@ def test_long_conversations_are_truncated_not_split(
 
 
 ALPACA = [
-    {"instruction": "Add.", "input": "1 2", "output": "3", "system": "s"},
-    {"instruction": "Hi", "input": "", "output": "yo", "system": None},
+    {"instruction": "Add.", "input": "1 2", "output": "3", "system": "s", "history": [["a", "b"]]},
+    {"instruction": "Hi", "input": "", "output": "yo", "system": None, "history": None},
 ]
 SHAREGPT = [
     {
-        "conversations": [{"from": "human", "value": "Add.\n\n1 2"}, {"from": "model", "value": "3"}],
+        "conversations": [
+            *({"from": name, "value": text} for name, text in (("human", "a"), ("gpt", "b"))),
+            *({"from": name, "value": text} for name, text in (("user", "Add.\n\n1 2"), ("model", "3"))),
+        ],
         "system": "s",
     },
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yo"}], "system": ""},
@@ -329,6 +332,8 @@ MESSAGES = [
     {
         "messages": [
             {"role": "system", "content": "s"},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
             {"role": "user", "content": "Add.\n\n1 2"},
             {"role": "assistant", "content": "3"},
         ]
