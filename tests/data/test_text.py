@@ -352,7 +352,7 @@ def test_alpaca_and_sharegpt_become_messages(prepare: Prepare, tmp_path: Path) -
     for other in found[1:]:
         assert all(torch.equal(found[0][name], value) for name, value in other.items())
     learnt = [[token for token in row.tolist() if token != N] for row in found[0]["labels"]]
-    assert learnt == [[*b"yo", 256], [*b"3", 256]]
+    assert learnt == [[*b"yo", 256], [*b"b", 256, *b"3", 256]]
 
 
 @pytest.mark.parametrize(
