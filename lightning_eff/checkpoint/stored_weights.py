@@ -40,18 +40,14 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
     by_run = sorted(by_file.values(), key=lambda path: (began(path.parent.parent), path.parent), reverse=True)
     in_runs = (run for _, run in itertools.groupby(by_run, key=lambda path: path.parent))
     ordered = (path for run in in_runs for path in sorted(filter(is_wanted, run), key=_step, reverse=True))
-    has_skipped = False
     for path in ordered:
         try:
             sharded.verified_index(path) if path.is_dir() else digest.read_with(path, digest.verify)
         except CheckpointError as error:
             log.warning("skipped: %s", error)
-            has_skipped = True
         except FileNotFoundError:
             continue  # its own run has removed it in the meantime
         else:
-            if has_skipped:
-                log.warning("using instead: %s", path)
             return path
     return None
 

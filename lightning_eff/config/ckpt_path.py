@@ -180,7 +180,7 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
     """
     saved = read_for(path, trainer)
     progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
-    limits = {"steps": trainer.max_steps}
+    limits: dict[str, int | None] = {"steps": trainer.max_steps}
     if progress.get("is_last_batch", True):  # otherwise the last epoch is incomplete
         limits["epochs"] = trainer.max_epochs
     done = {"steps": saved.get("global_step", 0), "epochs": saved.get("epoch", 0) + 1}  # epochs count from 0

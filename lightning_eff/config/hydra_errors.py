@@ -99,6 +99,7 @@ def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) 
     reason = text.partition("\n")[0].partition(";")[0]
     if NO_NAME in reason:
         reason = f"{next(iter(habits))}: no such option"
+    # One line per combination of alternatives.
     tries = [f"  try: {' '.join(words)}" for words in itertools.product(*habits.values())]
     return UsageError("\n".join([reason, *tries]))
 

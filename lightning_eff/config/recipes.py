@@ -242,6 +242,7 @@ class RecipeLoader(ConfigLoaderImpl):
         with self._explained():
             if (primary := files.load_config(self._recipe)) is not None:
                 searched.append(OmegaConf.select(primary.config, SEARCH_PATH))
+        # An entry `pkg://NAME` would make Hydra import that package.
         for value in searched:
             if value is not None:
                 allowed = "nothing here: --config-dir DIR adds a folder"

@@ -69,6 +69,7 @@ def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChai
 
 def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
     """Reject options that Hydra dropped from a list."""
+    # An option that the user deleted is absent on purpose.
     removed = {str(item.key_or_group) for item in overrides if item.is_delete()}
     for item in overrides:
         group = str(item.key_or_group)

@@ -39,7 +39,6 @@ class YamlDocument:
 class _Loader(get_yaml_loader()):
     """OmegaConf's loader: it rejects duplicate keys and Python objects, and reads dates as strings."""
 
-    @override
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             problem = "aliases are not read: ${key} refers to another value"

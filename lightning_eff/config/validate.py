@@ -216,6 +216,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
         if not (isinstance(value, (dict, list)) and _check_nested(f"{path}.{key}", value)):
             check_value(f"{path}.{key}", value, hints.get(key, Any), none="null")
     variadic = (_KIND.VAR_KEYWORD, _KIND.VAR_POSITIONAL)
+    # `*args` and `**kwargs` have no default, but need no value.
     needed = [name for name in names if name not in node and parameters[name].kind not in variadic]
     missing = [name for name in needed if parameters[name].default is _KIND.empty]
     if missing and not partial:

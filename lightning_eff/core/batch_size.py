@@ -84,6 +84,7 @@ def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: 
         batches_per_step(size, batch_size, least_ranks, key=GLOBAL_BATCH_SIZE)
         return
     counts = range(least_ranks, (most_ranks or 0) + 1)
+    # An elastic job may have any of these numbers of ranks.
     if all(size % (batch_size * count) == 0 for count in counts):
         return
     unit = batch_size * math.lcm(*counts)

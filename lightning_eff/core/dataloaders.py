@@ -76,6 +76,7 @@ def add_loader_transform(
             return prepared
 
         strategy.process_dataloader = prepare
+    # `sort` is stable, so equal positions stay in the order of addition.
     entry = position, transform
     transforms.append(entry)
     transforms.sort(key=lambda pair: pair[0])

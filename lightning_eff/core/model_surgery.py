@@ -217,6 +217,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         ['layers.0', 'layers.1', 'layers.2']
     """
     containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    # A walk in the order of the model: outer modules first, and no module inside a block.
     blocks: dict[str, nn.Module] = {}
     pending = [("", model, False)]  # name, module, whether it has a sibling of its class; popped from the end
     while pending:
@@ -297,6 +298,7 @@ def select_blocks(model: nn.Module, blocks: BlockSelector, *, key: str = "blocks
                 allowed = f"a class name or a pattern of module names of this model; {hint}"
                 raise ConfigError(key=key, value=word, allowed=allowed)
             selected |= fitting
+    # A block inside a selected block is part of it.
     return {
         name: module
         for name, module in named.items()

@@ -240,6 +240,7 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
     }
     if module is not None:
         facts |= _module_facts(trainer, module)
+    # Absent facts are left out: a rule about them does not apply.
     known = {name: description for name, (holds, description) in facts.items() if holds}
     return {f"run/{device}": f"device {device}", **known, **machine_facts(device)}
 
@@ -368,6 +369,7 @@ def enforce(
     raise_rejected(findings)
     if not trainer.optimizers:
         return  # in `setup`: `on_fit_start` knows the optimizers too, and warns once
+    # A callback also warns for what it adds, for example its optimizer, which has no hooks.
     components = getattr(self, "components", tuple)()
     own_names = {name_of(component) for component in (self, *components)}
     for finding in findings:

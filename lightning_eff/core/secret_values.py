@@ -65,6 +65,7 @@ def keep_variables(values: Any, source: Any) -> Any:
 
     def keep(values: Any, source: Any, path: str) -> Any:
         if isinstance(values, list):
+            # An interpolation may stand for the entire list; then its items have no source.
             sources = source if isinstance(source, list) else [None] * len(values)
             pairs = enumerate(zip(values, sources, strict=True))
             return [keep(value, each, f"{path}[{index}]") for index, (value, each) in pairs]

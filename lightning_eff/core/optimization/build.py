@@ -176,11 +176,13 @@ def parameter_groups(
             options: dict[str, Any] = {} if is_decayed else {"weight_decay": 0.0}
             options |= {"hidden": parameter in hidden} if hidden is not None else {}
             options |= {"lr_fraction": candidate["lr_fraction"]} if "lr_fraction" in candidate else {}
+            # Parameters with the same group and options share a new group.
             key = (index, *options.items())
             groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     if not any(parameter.requires_grad for group in groups.values() for parameter in group["params"]):
         allowed = "a module with a trainable parameter"
         raise ConfigError(key="model", value=type(module).__name__, allowed=allowed)
+    # Within each group of `own`, parameters with weight decay come first.
     order = sorted(groups, key=lambda key: (key[0], "weight_decay" in groups[key]))
     return [groups[key] for key in order]
 

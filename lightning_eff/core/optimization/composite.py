@@ -93,6 +93,7 @@ class PerParameter(WrapperOptimizer):
         for parameter in group["params"]:
             copy = self.copies[parameter] = self._copy(parameter) if self._copy is not None else parameter
             self._group_of[parameter] = group
+            # With the options of its group, which `step_parameter` updates later.
             inner: Any = self._factory([group | {"params": [copy]}])
             self._inner[parameter] = inner
             # Random numbers depend on a parameter's position: make it the position in one optimizer for all.
@@ -108,6 +109,7 @@ class PerParameter(WrapperOptimizer):
         if parameter not in self.state and inner.param_groups[0].keys() != group.keys():
             allowed = "one that keeps its state per parameter; this one keeps counters in its groups"
             raise ConfigError(key="optimizer", value=self.kind_behind.__name__, allowed=allowed)
+        # The same dictionary, not a copy: a checkpoint of this optimizer reads the inner state.
         self.state[parameter] = inner.state[self.copies[parameter]]
 
     @override

@@ -68,6 +68,7 @@ class FirstGradients:
             sums: dict[int, Tensor] = {}
             handles: list[RemovableHandle] = []
             check = partial(self._check, names, full_groups, sums, handles)
+            # After the step: gradient clipping and unscaling have run.
             handles.append(optimizer.register_step_post_hook(check))
             if isinstance(optimizer, FreesGradients):
                 keep = optimizer.register_gradient_hook(lambda p, g, sums=sums: sums.update({id(p): g.sum()}))
