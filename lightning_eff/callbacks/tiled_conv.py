@@ -51,10 +51,10 @@ from typing_extensions import override
 
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
-from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Tiling
 from lightning_eff.core.model_surgery import BlockSelector
-from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try
+from lightning_eff.core.technique import Outcome, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.kernels.conv import apply
 from lightning_eff.kernels.conv_grid import Grid, choose_grid, computed_itemsize
@@ -187,18 +187,6 @@ class TiledConv(Tiling):
         self.tile_budget_mib = tile_budget_mib
         self.min_pixels = min_pixels
 
-    def facts(self) -> Facts:
-        """Reject compiled blocks."""
-        compiled = Rule(
-            name="callbacks/torch_compile",
-            reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
-            remedies=(
-                Remedy("~callbacks.tiled_conv", "remove TiledConv"),
-                Remedy("~callbacks.torch_compile", "remove TorchCompile"),
-            ),
-        )
-        return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
-
     @override
     def tile(self, model: nn.Module) -> dict[str, TiledContainer]:
         """Replace the forward of containers."""
@@ -251,16 +239,12 @@ class Segment:
     """Children that were computed in tiles, for the report.
 
     Args:
-        num_layers: Layers of the children.
         num_tiles: Tiles of an input.
-        shape: Shape of that input.
         halo: Pixels of the layers' outputs that were computed a second time, as a fraction of all.
         not_held_bytes: Bytes of activations that the layers would have kept for the backward pass.
     """
 
-    num_layers: int
     num_tiles: int
-    shape: tuple[int, ...]
     halo: float
     not_held_bytes: int
 
@@ -309,9 +293,8 @@ class TiledContainer:
                 first, last = children[0][0], children[num_children - 1][0]
                 # Without gradients nothing would have been kept.
                 not_held = grid.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
-                segments[first if num_children == 1 else f"{first}-{last}"] = Segment(
-                    len(grid.layers), grid.num_tiles, tuple(x.shape), grid.halo(), not_held
-                )
+                path = first if num_children == 1 else f"{first}-{last}"
+                segments[path] = Segment(grid.num_tiles, grid.halo(), not_held)
                 x = apply(grid, x)
             del children[:num_children]
         if segments:

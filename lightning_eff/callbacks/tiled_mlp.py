@@ -50,11 +50,11 @@ from lightning_eff.callbacks._token_wise import TokenWise, check_token_wise, joi
 from lightning_eff.core import model_surgery
 from lightning_eff.core.arguments import Count, Positive, check_arguments
 from lightning_eff.core.call_state import CallState, stops_early
-from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
+from lightning_eff.core.errors import ConfigError, NoEffectWarning
 from lightning_eff.core.managed import Tiling
 from lightning_eff.core.model_surgery import BlockSelector
 from lightning_eff.core.shards import GatheredAtOnce
-from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, Try
+from lightning_eff.core.technique import Outcome, Try
 from lightning_eff.core.text import human_bytes
 from lightning_eff.report.advice import Observed, Suggestion
 
@@ -187,18 +187,6 @@ class TiledMLP(Tiling):
         self.tile_budget_mib = tile_budget_mib
         self.min_tokens = min_tokens
         self._refused: dict[str, str] = {}
-
-    def facts(self) -> Facts:
-        """Reject compiled blocks."""
-        compiled = Rule(
-            name="callbacks/torch_compile",
-            reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
-            remedies=(
-                Remedy("~callbacks.tiled_mlp", "remove TiledMLP"),
-                Remedy("~callbacks.torch_compile", "remove TorchCompile"),
-            ),
-        )
-        return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:

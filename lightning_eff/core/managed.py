@@ -17,9 +17,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_eff.core import checkpoint_stamp, model_surgery, rules
-from lightning_eff.core.errors import ConfigError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, NoEffectWarning, Remedy
 from lightning_eff.core.model_surgery import Stage
-from lightning_eff.core.technique import Outcome, name_of
+from lightning_eff.core.technique import RECOMPUTE, TRANSFORM, Facts, Outcome, Rule, name_of
 
 BATCH_HOOKS = [name for name in vars(pl.Callback) if re.match("on_(.*_batch_|before_|after_)", name)]
 """Hooks that Lightning calls for each batch."""
@@ -117,6 +117,19 @@ class Tiling(Managed):
     def __init__(self) -> None:
         self._tiled: dict[str, Any] = {}
         """The results of `tile` in this fit."""
+
+    def facts(self) -> Facts:
+        """Reject compiled blocks."""
+        key = name_of(self).replace("/", ".")
+        compiled = Rule(
+            name="callbacks/torch_compile",
+            reason="the compiler chooses what a compiled block keeps, and unrolls its tiles",
+            remedies=(
+                Remedy(f"~{key}", f"remove {type(self).__name__}"),
+                Remedy("~callbacks.torch_compile", "remove TorchCompile"),
+            ),
+        )
+        return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
 
     def tile(self, model: nn.Module) -> Mapping[str, Any]:
         """Tile modules that are not tiled yet; return by name objects whose `restore()` undoes it."""

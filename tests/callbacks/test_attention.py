@@ -115,7 +115,6 @@ PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 0, 
 BATCHES: dict[str, dict[str, Tensor]] = {
     "packed": {"position_ids": PACKED},
     "one document a row": {"position_ids": torch.arange(10).expand(2, -1)},
-    "no positions": {},
     "padded": {"attention_mask": (torch.arange(10) < torch.tensor([[10], [6]])).long()},
 }
 

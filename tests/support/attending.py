@@ -1,4 +1,4 @@
-"""A module that calls attention once a step, and nothing else that takes time."""
+"""A module that calls attention once per step."""
 
 from __future__ import annotations
 

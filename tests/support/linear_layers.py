@@ -1,4 +1,4 @@
-"""A model of linear layers of all kinds, and steps of two micro-batches: to compare layers by our GEMM."""
+"""A model of various linear layers, trained in steps of two micro-batches, to compare layers by our GEMM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def swapped(model: nn.Module, accumulation: Accumulation | None = None) -> Any:
 
 
 class Tied(nn.Module):
-    """Layers of which one has no bias, one is frozen and one shares its weight with an embedding."""
+    """One layer has no bias, one is frozen, and one shares its weight with an embedding."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small MLPs, recognizable ones and others, and what two backward passes through one give."""
+"""Small MLPs that `fuse_mlps` recognizes, modules that it does not, and two backward passes through one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ K, HIDDEN, T = 8, 24, 10
 
 
 class Gated(nn.Module):
-    """Two products of x, one through an activation, times each other."""
+    """The product of two linear layers, one of them through an activation."""
 
     def __init__(self, act: Callable[[Tensor], Tensor] = F.silu, *, swapped: bool = False) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Gated(nn.Module):
 
 
 class Other(nn.Module):
-    """A forward that is nearly one."""
+    """Two linear layers with another forward than an MLP's."""
 
     def __init__(self, compute: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()

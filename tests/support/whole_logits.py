@@ -1,4 +1,4 @@
-"""Losses of whole logits, as `kernels/cross_entropy` promises them; and what its tests share."""
+"""Losses of full logits: the reference of `kernels/cross_entropy`, and inputs that its tests share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEVERAL_TILES_MIB = 8 * CLASSES * 4 / 2**20
 
 
 def make_inputs(dtype: torch.dtype = torch.float64, std: float = 1.0) -> dict[str, Tensor]:
-    """Return rows, weight, targets of which some are ignored, and a bias."""
+    """Return rows, a weight, targets (three of them ignored) and a bias."""
     return {
         "x": torch.randn(ROWS, WIDTH, dtype=dtype).requires_grad_(),
         "weight": (torch.randn(CLASSES, WIDTH, dtype=dtype) * std / WIDTH**0.5).requires_grad_(),
@@ -40,7 +40,7 @@ def cross_entropy(
     label_smoothing: float = 0.0, z_loss: float = 0.0, class_weight: Tensor | None = None,
     reduction: str = "mean", **scaling: Any,
 ) -> Tensor:  # fmt: skip
-    """Return what `linear_cross_entropy` does."""
+    """Return the result of `linear_cross_entropy`."""
     logits = logits_of(x, weight, bias, **scaling).flatten(0, -2)
     targets = target.flatten()
     kept = targets != ignore_index
