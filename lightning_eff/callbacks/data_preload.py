@@ -58,8 +58,10 @@ MIN_WAIT = 0.1
 """Minimum fraction of a run's time spent waiting for data for this technique to be suggested."""
 MAX_TIME_RATIO = 0.9
 """More workers are chosen only if a batch then takes at most this fraction of the time."""
-MAX_EPOCH_FRACTION, START_S = 0.05, 0.1
-"""Limit of all trials, as a fraction of an epoch's loading time; and the expected time of the first one."""
+MAX_EPOCH_FRACTION = 0.05
+"""Limit of the time of all trials, as a fraction of an epoch's loading time."""
+START_S = 0.1
+"""Expected time of the first trial with a worker."""
 WORKER_TIMEOUT_S = 20.0
 """Time after which a worker that returns no sample is considered hung."""
 
@@ -173,12 +175,8 @@ class DataPreload(Managed):
         # Without workers nothing is fetched ahead: samples would draw between the training's random draws.
         is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
         kind = StatefulPrefetchLoader if dataloaders.is_stateful(loader) else PrefetchLoader
-        prepared = kind(
-            loader,
-            tuned,
-            num_ahead=self.num_batches_ahead if is_ahead else 0,
-            device=device if is_ahead and self.num_batches_ahead else None,
-        )
+        num_ahead = self.num_batches_ahead if is_ahead else 0
+        prepared = kind(loader, tuned, num_ahead=num_ahead, device=device if num_ahead else None)
         self._prepared.append((prepared, num_workers, choice))
         return prepared
 
@@ -250,10 +248,6 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
 
     A trial loads fixed indices of the dataset, so no sampler advances. `budget_s` limits the time of all
     trials, without the start of workers.
-
-    Example:
-        >>> choose_num_workers(DataLoader(range(64)), max_workers=0, budget_s=0.1).num_workers
-        0
     """
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -370,12 +364,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
     OWN = ("loader", "num_ahead", "device", "_tuned", "_current", "_source", "_taken_state", "_is_over")
 
     def __init__(
-        self,
-        loader: Any,
-        tuned: Any = None,
-        *,
-        num_ahead: int = 0,
-        device: torch.device | None = None,
+        self, loader: Any, tuned: Any = None, *, num_ahead: int = 0, device: torch.device | None = None
     ) -> None:
         super().__init__(loader)
         self.num_ahead = num_ahead

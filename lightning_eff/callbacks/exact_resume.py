@@ -272,9 +272,7 @@ class ExactResume(Managed):
         """Freeze parameters, and set modules to evaluation mode, as at the save."""
         for flag, named in (("requires_grad", model.named_parameters()), ("training", model.named_modules())):
             off = {*self._saved_flags.get(flag, ())}
-            # `off` has the names whose flag was off: a flag that is on although listed, or off although not
-            # listed, has changed.
-            changed = [pair for pair in named if getattr(pair[1], flag) == (pair[0] in off)]
+            changed = [(name, owner) for name, owner in named if getattr(owner, flag) != (name not in off)]
             for name, owner in changed if flag in self._saved_flags else ():
                 setattr(owner, flag, name not in off)
                 self._run.did.append(f"{flag} restored, for example of {changed[0][0]!r}")

@@ -30,7 +30,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -146,14 +145,13 @@ class TorchCompile(Managed):
             `TORCHINDUCTOR_CACHE_DIR` takes precedence.
 
     Raises:
-        ConfigError: The backend or the mode is unknown, the model has no such part, or `cache_dir` cannot be
-            written to or has a space.
+        ConfigError: The backend or the mode is unknown, or the model has no such part.
         ConflictError: A part would be compiled around blocks that are recomputed.
         EnvironmentLacksError: `inductor` finds no compiler.
 
     Warns:
         LittleReachedWarning: The model has no repeated blocks; `plan` says so too.
-        NoEffectWarning: A fit compiled no graph.
+        NoEffectWarning: A fit compiled no graph, or `cache_dir` has a space.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TorchCompile(mode="default")], logger=False, accelerator="cpu")
@@ -247,10 +245,7 @@ class TorchCompile(Managed):
         self._num_parts, self._cache = 0, None
         if self.backend == "inductor":
             path = Path(self.cache_dir) if self.cache_dir is not None else None
-            try:
-                self._cache = self.cleanup.enter_context(cache_in(path))
-            except ConfigError as error:
-                raise error.under(name_of(self).replace("/", ".")) from error
+            self._cache = self.cleanup.enter_context(cache_in(path))
         self.cleanup.enter_context(self._compilations.counting())
 
     def _apply(self, model: nn.Module) -> int:
@@ -374,9 +369,6 @@ def cache_in(folder: Path | None) -> Generator[Path]:
     Args:
         folder: Folder to use, created if it is missing; None keeps torch's default.
 
-    Raises:
-        ConfigError: The folder cannot be created or written to.
-
     Warns:
         NoEffectWarning: The folder's path has a space, so torch's default is used.
     """
@@ -397,14 +389,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
     if path == own:
         yield own
         return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        # Test now: otherwise the compiler would fail in the first step, with a long traceback.
-        with TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        allowed = f"a folder that can be written to: {error.strerror}"
-        raise ConfigError(key="cache_dir", value=str(folder), allowed=allowed) from error
+    path.mkdir(parents=True, exist_ok=True)
     os.environ[INDUCTOR] = str(path)
     os.environ[TRITON] = before[TRITON] or str(path / "triton")
     forget_files()

@@ -429,7 +429,7 @@ def test_the_budget_limits_the_samples_of_trials() -> None:
 
 
 def test_no_workers_are_tried_if_loading_takes_no_time() -> None:
-    loader = DataLoader(range(20_000), batch_size=32)
+    loader = DataLoader(range(2_000), batch_size=32)
     choice = choose_num_workers(loader, max_workers=8, budget_s=4.0)
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
 

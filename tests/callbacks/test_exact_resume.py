@@ -524,7 +524,7 @@ def test_the_loader_is_restored_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 0), (0, 1), (0, 6), (2, 5)])
-def test_a_loader_of_a_custom_loop(num_workers: int, num_batches: int) -> None:
+def test_a_loader_in_a_custom_loop_resumes_exactly(num_workers: int, num_batches: int) -> None:
     torch.manual_seed(0)
     loader = resumable(shuffled(num_workers=num_workers))
     iterator = iter(loader)

@@ -215,14 +215,8 @@ def test_the_cache_folder_is_cache_dir_unless_the_environment_sets_one(
         assert (str(folder), cache_dir()) == (str(tmp_path / "named"), str(tmp_path / "named"))
 
 
-def test_a_cache_folder_that_cannot_be_written_to_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(INDUCTOR, "")  # as if it was not set
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"callbacks\.torch_compile\.cache_dir="):
-        fit(Deep(), TorchCompile(cache_dir=tmp_path / "file"))
-    monkeypatch.delenv(INDUCTOR)
+def test_a_cache_folder_with_a_space_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(INDUCTOR, raising=False)
     with pytest.warns(NoEffectWarning, match="has a space"), cache_in(tmp_path / "my cache") as folder:
         assert str(folder) == default_cache_dir()
 

@@ -174,9 +174,8 @@ class ExactLoader(LoaderWrapper):
         self.is_over = False
         self._start = run.capture() if position is None else position.start
         self._first = None if position is None else position.first
-        self.num_batches = num_dropped = 0 if position is None else position.num_batches
-        if is_stateful(self.loader):
-            num_dropped = 0
+        self.num_batches = 0 if position is None else position.num_batches
+        num_dropped = 0 if is_stateful(self.loader) else self.num_batches
         if stream is not None:
             stream.first_states, stream.is_asked = self._first, False
             # At a save before the first batch, the sampler had not drawn its order yet.
@@ -199,8 +198,7 @@ class ExactLoader(LoaderWrapper):
                 run.inexact.append("the loader begins a pass with its first batch: samples are seen again")
         if num_dropped:
             self._drop(iterator, num_dropped)
-        saved = None if self.is_shared else position
-        return self._batches(iterator, saved, is_begun=num_dropped > 0)
+        return self._batches(iterator, None if self.is_shared else position, is_begun=num_dropped > 0)
 
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
         # Lightning fetches a batch ahead of these: keep the state before the last batch as well.
