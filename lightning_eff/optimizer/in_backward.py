@@ -117,7 +117,7 @@ class InBackward(PerParameter):
 
     @staticmethod
     def facts() -> Facts:
-        """Return the conflicts: whatever needs the gradients after the backward pass."""
+        """Return the conflicts: settings and techniques that need the gradients after the backward pass."""
         excludes = [
             Rule(name=name, reason=reason, remedies=(*own, TO_ADAMW))
             for name, (reason, *own) in REASONS.items()
@@ -190,7 +190,7 @@ class InBackward(PerParameter):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, whose backward pass steps; then use remaining gradients too."""
+        """Run the closure, whose backward pass steps; then step parameters whose gradients remain."""
         if closure is not None:
             self._freed_bytes = 0  # counted per step
         with torch.enable_grad():
