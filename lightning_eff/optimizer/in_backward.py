@@ -1,8 +1,8 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
 So the gradients of only one layer exist at a time. Schedulers and checkpoints see one optimizer, inside which
-each parameter has its own. A checkpoint has the layout of the inner optimizer over the same groups, so the
-inner optimizer alone can load it too, and the other way round.
+each parameter has its own. A checkpoint has the layout of the inner optimizer over the same groups, so each
+of the two classes can load a checkpoint of the other.
 
 Saves: gradients: only one layer's exist at a time.
 Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm, only by
