@@ -131,7 +131,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
     log_total, inverse, entropy = tl.log(total), 1.0 / total, 0.0
     tl.store(top + row, largest)
     tl.store(p_top + row, inverse)
-    # A target that is no class has no logit: its loss is NaN, not that of a logit of 0.
+    # An invalid target has no logit. Its loss is NaN, since a logit of 0 would look like a valid one.
     tl.store(at_target + row, tl.where((t >= 0) & (t < V), tl.sum(l_t, 0), float("nan")))
     if SUMS == "entropy":
         entropy = log_total + tl.sum(u * e + d * e_distance, 0) * inverse

@@ -1,7 +1,7 @@
 """Losses of an output projection's logits, computed one tile of rows at a time.
 
     l [R, V] = x [R, D] @ W [V, D].T + bias            for the R rows of a tile, out of N
-    values [R, k], G [R, V] = what a `RowLoss` computes from l; G is the gradient of l
+    values [R, k], G [R, V] = `RowLoss.of_tile(l)`     G is the gradient of l
     dx [R, D] = G @ W;  dW [V, D] += G.T @ x
 
 cross_entropy.py calls `in_tiles`. A projection with an adapter is a sum of two products, x @ W.T + u @ B.T,

@@ -84,7 +84,7 @@ class Choices:
         return json.dumps({"key": self.key, "choices": self.known}, indent=1) + "\n"
 
     def add(self, shape: Shape, choice: Choice) -> None:
-        """Keep a choice and write it to the file, merged with what other processes have written meanwhile.
+        """Keep a choice and write it to the file, which keeps choices that other processes have written.
 
         Warns:
             UserWarning: The file cannot be written.

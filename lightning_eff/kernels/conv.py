@@ -200,6 +200,7 @@ class _Run:
     ) -> list[Tensor | None]:
         """Return the gradients of x, the first tensor, and of each weight that needs one."""
         x: Any = tensors[0]
+        # Detached, so that `torch.autograd.grad` on a tile ends here and calls no hooks of the parameters.
         leaves = [
             None if each is None else each.detach().requires_grad_(need)
             for each, need in zip(tensors[1:], needs[1:], strict=True)

@@ -166,9 +166,10 @@ def read_module(
     name = type(module).__name__
     if any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(module)[kind].values()):
         return f"{name} has hooks, which would not run"
-    has_own_forward = isinstance(vars(module).get("forward"), (replaced_by, NoneType))
+    # A replaced forward is an attribute of the instance; `callbacks/tiled_conv` sets one itself.
+    is_replaced = not isinstance(vars(module).get("forward"), (replaced_by, NoneType))
     # `_conv_forward` is private to torch's convolutions (2.13); some replace it to pad in another way.
-    if not has_own_forward or "_conv_forward" in vars(module):
+    if is_replaced or "_conv_forward" in vars(module):
         return f"the forward of {name} is replaced already"
     if is_container(module):
         layers: list[LocalLayer] = []

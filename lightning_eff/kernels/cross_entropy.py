@@ -14,9 +14,9 @@ Gradients are returned through the function's own inputs, so hooks, DDP, FSDP2, 
 the backward pass see one gradient per weight. `callbacks/tiled_loss` calls this module.
 
 Why not torch's `F.linear_cross_entropy` (2.13): it ignores autocast, its float16 gradients underflow, it has
-no softcap, z-loss or adapters, and it returns a 16-bit loss. On a CPU this module takes at most 5 % longer
-than its fastest options (small losses with a frozen weight: 20 %, in bfloat16 37 %) and has 1 % more memory
-at most. In bfloat16 its error is 8e-3, here 1e-7 (docs/benchmarks/tiles.md).
+no softcap, z-loss or adapters, and it returns a 16-bit loss. In bfloat16 torch's loss has an error of 8e-3,
+this one 1e-7. With torch's fastest options on a CPU, this one takes at most 5 % longer (small losses with a
+frozen weight: 20 %, in bfloat16 37 %) and at most 1 % more memory (docs/benchmarks/tiles.md).
 Why not an inner `backward()` per tile: hooks would fire once per tile, and DDP rejects the second call.
 Why not a checkpoint per tile: autograd adds each tile's dW [V, D] to the previous sum, which takes twice the
 memory.

@@ -125,7 +125,7 @@ def candidates(shape: Shape, device: torch.device) -> list[TileConfig]:
 
 
 def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) -> Choice | None:
-    """Return what `auto` chooses for a shape, measuring it if needed; None while it may not be measured."""
+    """Return the choice of `auto` for a shape, measured if necessary; None while it may not be measured."""
     # A product has M * N * K multiply-adds, 2 operations each.
     if 2.0 * shape.batch * shape.M * shape.N * shape.K < MIN_FLOP:
         return Choice(LIBRARY, 0.0)

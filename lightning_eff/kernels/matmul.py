@@ -83,7 +83,7 @@ def gemm(
     Raises:
         ValueError: Shapes, devices or names do not fit; only one of `beta` and `c` is given.
         TypeError: The kernels do not support a dtype, or a factor is not a number.
-        RuntimeError: `triton` where its kernels cannot run, or gradients with `out`.
+        RuntimeError: A shape cannot be broadcast, the kernels cannot run, or gradients with `out`.
         ImportError: `triton`, which is not installed.
 
     Warns:

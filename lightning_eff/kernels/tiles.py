@@ -1,4 +1,4 @@
-"""Predict what each tile config costs for a GEMM on a device, rank the configs, and explain the best one.
+"""Predict the time of a GEMM with each tile config on a device, rank the configs, and explain the best one.
 
 A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N. An SM computes one tile at a time, so tiles run in
 waves of as many as the device has SMs. Four losses are modelled. Wave quantization: SMs without a tile in the
@@ -190,7 +190,7 @@ class Explanation:
 def explain_tiles(
     M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16, device: str | Device = "h200"
 ) -> Explanation:
-    """Explain which config a GEMM would get on a device, and what reduces its speed there.
+    """Explain which config is ranked first for a GEMM on a device, and which properties reduce its speed.
 
     Args:
         M: Rows of A, for example tokens.

@@ -1,8 +1,8 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
 So the gradients of only one layer exist at a time. Schedulers and checkpoints see one optimizer, inside which
-each parameter has its own. A checkpoint has the layout of the inner optimizer over the same groups, so the
-inner optimizer alone can load it too, and the other way round.
+each parameter has its own. A checkpoint has the layout of the inner optimizer over the same groups, so each
+of the two classes can load a checkpoint of the other.
 
 Saves: gradients: only one layer's exist at a time.
 Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm, only by
@@ -117,7 +117,7 @@ class InBackward(PerParameter):
 
     @staticmethod
     def facts() -> Facts:
-        """Return the conflicts: whatever needs the gradients after the backward pass."""
+        """Return the conflicts: settings and techniques that need the gradients after the backward pass."""
         excludes = [
             Rule(name=name, reason=reason, remedies=(*own, TO_ADAMW))
             for name, (reason, *own) in REASONS.items()
@@ -190,7 +190,7 @@ class InBackward(PerParameter):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, whose backward pass steps; then use remaining gradients too."""
+        """Run the closure, whose backward pass steps; then step parameters whose gradients remain."""
         if closure is not None:
             self._freed_bytes = 0  # counted per step
         with torch.enable_grad():

@@ -54,7 +54,7 @@ class ModuleOptimizer(Managed):
         """Why nothing is trained."""
 
     def facts(self) -> Facts:
-        """Return what Lightning does not do in manual optimization."""
+        """Return the conflicts: settings of the Trainer that have no effect in manual optimization."""
         clipping = Rule(
             name="run/manual_clipping",
             reason="Lightning clips no gradients for a module that steps its optimizers itself; it may call"

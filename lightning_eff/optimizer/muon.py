@@ -87,6 +87,7 @@ class Muon(WrapperOptimizer):
         shape: Any = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
         muon = torch.optim.Muon(hidden, **shape, **shared)
         first, second = betas
+        # Kept, since AdamW is built later if the first parameters for it come with `add_param_group`.
         self._adamw = functools.partial(torch.optim.AdamW, betas=(first, second), fused=fused, **shared)
         optimizers: list[Optimizer] = [muon, self._adamw(others)] if others else [muon]
         super().__init__([group for inner in optimizers for group in inner.param_groups], {})

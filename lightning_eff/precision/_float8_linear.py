@@ -124,7 +124,7 @@ def recipe_config(recipe: str, *, emulate: bool, all_gather: bool = False) -> An
 def convert(layer: nn.Linear, config: Any) -> None:
     """Give a linear layer the class that computes in float8."""
     twin = float8_linear.Float8Linear.from_float(layer, config)
-    # Only what a Float8Linear has in addition: parameters, hooks and buffers stay the layer's own.
+    # Take only attributes that an `nn.Linear` lacks; parameters, hooks and buffers stay the same objects.
     own = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
     if twin.weight is not layer.weight:  # a subclass that FSDP2 gathers in float8
         layer.weight = twin.weight
@@ -137,7 +137,7 @@ def convert(layer: nn.Linear, config: Any) -> None:
 def unconvert(layer: nn.Linear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing.
 
-    A layer whose weight FSDP2 gathers in float8 stays: the gathered format fits only this class.
+    A layer whose weight FSDP2 gathers in float8 is not converted back: only this class supports that weight.
     """
     if type(layer) is not Float8Linear or _is_gathered(layer.weight):
         return

@@ -78,7 +78,7 @@ class Linear4bit(modules.Linear4bit):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _load_scales(self, scales: dict[str, Any]) -> str:
-        """Copy scales from a state dict, unless their format is not this layer's; return what differs."""
+        """Copy scales from a state dict; if their format differs, copy nothing and return what differs."""
         state = self.weight.quant_state
         own = state.as_dict(packed=True)
         if scales.keys() != own.keys():

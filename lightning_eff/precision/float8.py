@@ -381,7 +381,7 @@ def reasons(
     Args:
         model: The model, with adapters.
         skip: Names, or ends of names, of modules that are not converted, with all modules in them.
-        gain: Returns a layer's speed in float8 relative to bfloat16; None converts whatever the dtype allows.
+        gain: Returns a layer's speed in float8 relative to bfloat16. None converts every possible layer.
     """
     heads = {id(getattr(module, "get_output_embeddings", lambda: None)()) for module in model.modules()}
     # Not `weight`: a parametrized layer computes it, and spectral_norm counts each computation.

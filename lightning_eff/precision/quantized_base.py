@@ -126,7 +126,7 @@ class QuantizedBase(AutoPrecision):
             raise EnvironmentLacksError(
                 f"quant_type={quant_type!r} needs the package bitsandbytes\n  try: {remedy}"
             )
-        # Weights cast to 16 bits are multiplied in their own dtype.
+        # Weights that are cast to 16 bits are multiplied in that dtype, without autocast's copies.
         products = quant_type if quant_type in CAST else compute_dtype
         super().__init__(precision=PRECISIONS.get(products, "auto"), device=device)
         self.quant_type = quant_type
@@ -318,6 +318,7 @@ def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn
     Excluded: subclasses of `nn.Linear`, which may compute something else; layers that share their weight with
     another module; heads that Hugging Face models name as their output embeddings.
     """
+    # Modules per parameter: another module that shares a quantized weight would read its codes as values.
     num_modules = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
     return {
@@ -354,4 +355,5 @@ def quantization_tensors(parameter: Tensor) -> list[Tensor]:
 def storage_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the bytes of parameters and their scales; shared memory counts once."""
     tensors = [t for parameter in parameters for t in (parameter, *quantization_tensors(parameter))]
+    # By address: tied weights, and tables that all layers share, have the same one.
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -132,7 +132,7 @@ def test_nonfinite_logits_affect_only_their_row_as_in_torch(
 
 
 def test_a_target_that_is_no_class_makes_the_loss_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a logit of its own it would be the loss of a logit of 0."""
+    """Otherwise its logit would count as 0, and the loss would look valid."""
     monkeypatch.setattr(_row_kernel, "runs_on", lambda _: True)
     target = torch.tensor([CLASSES, -1, 3])
     loss = linear_cross_entropy(torch.randn(3, 2), torch.randn(CLASSES, 2), target, reduction="none")

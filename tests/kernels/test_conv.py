@@ -1,4 +1,4 @@
-"""Layers in tiles against torch in float64, exact counts of what they keep, and rejected layers."""
+"""Layers in tiles: the same values as torch in float64, exact counts of pixels and bytes, rejected layers."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_eff.kernels import devices
@@ -134,24 +133,6 @@ def test_autocast_multiplies_in_bfloat16_and_returns_a_float32_gradient_of_the_w
         for one, other, reference in zip(found, others, expected, strict=True):
             assert one.dtype == torch.float32
             assert error(one, reference) <= 2 * error(other, reference)
-
-
-def test_the_hook_of_a_tied_weight_is_called_once() -> None:
-    """In-backward optimizers, DDP and FSDP2 rely on that."""
-    embedding, head = nn.Embedding(V, D), nn.Linear(D, V)
-    head.weight = embedding.weight
-    calls: Counter[Tensor] = Counter()
-    parameters = [*nn.ModuleList([embedding, head]).parameters()]
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda p: calls.update([p]))
-    target = torch.randint(0, V, (N,))
-    tokens = torch.randint(0, V, (N,))
-    whole = F.cross_entropy(head(embedding(tokens)), target)
-    expected = torch.autograd.grad(whole, parameters)
-    loss_of(embedding(tokens), head.weight, target, bias=head.bias).backward()
-    assert calls == dict.fromkeys(parameters, 1)
-    for parameter, gradient in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

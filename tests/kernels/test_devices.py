@@ -75,12 +75,6 @@ def test_kernels_need_triton_and_an_nvidia_gpu_of_ampere_or_later(
     assert bool(why) is bool(found)
 
 
-def test_kernels_run_on_a_cpu_only_in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.why_no_kernels(torch.device("cpu")) != ""
-    monkeypatch.setattr(gemm_kernels, "INTERPRETED", True)
-    assert devices.why_no_kernels(torch.device("cpu")) == ""
-
-
 def test_the_precision_of_float32_is_read_from_any_switch() -> None:
     assert in_forks(SWITCHES, devices.float32_precision) == SWITCHES
 

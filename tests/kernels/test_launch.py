@@ -1,4 +1,4 @@
-"""A bound launch passes what Triton's launcher would, without its lookup; kernels that do not compile."""
+"""A bound launch passes the same arguments as Triton's launcher; kernels that do not compile."""
 
 from __future__ import annotations
 

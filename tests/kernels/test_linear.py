@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from functools import partial
 
@@ -12,23 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_eff.kernels.linear import Accumulation, TritonLinear, linear
+from lightning_eff.kernels.linear import Accumulation, linear
 from tests.support.linear_layers import swapped
-
-
-def test_a_converted_model_can_be_copied_and_pickled() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    x = torch.randn(5, 3)
-    before = model(x)
-    swapped(model, Accumulation())
-    assert torch.equal(model(x), before)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert torch.equal(other(x), before)
-        assert isinstance(other[0], TritonLinear)
-        assert other[0].accumulation is other[2].accumulation is not model[0].accumulation
 
 
 def test_gradients_pass_gradcheck() -> None:
