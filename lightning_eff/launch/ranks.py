@@ -190,8 +190,7 @@ def first_failure(
     """
     found: list[tuple[float, int, str, int]] = []  # time, rank, text, exit code
     for rank, (code, file) in enumerate(zip(codes, files, strict=True), start=first_rank):
-        if file.exists():
-            text: str = json.loads(file.read_text())["message"]["message"]
+        if text := _message(file):
             log = error_log(folder, rank)
             where = f" (traceback: {log})" if log.exists() else ""
             if "\n  try: " in text:  # an error with remedies: only the class name is removed
@@ -210,6 +209,13 @@ def first_failure(
         return None
     _, _, text, exit_code = min(found)
     return RankError(text, exit_code)
+
+
+def _message(file: Path) -> str:
+    """Return the message in an error file; empty without one, or if its rank was killed while writing it."""
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_text())["message"]["message"]
+    return ""
 
 
 def error_log(folder: Path, rank: int) -> Path:
