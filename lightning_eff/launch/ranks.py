@@ -11,7 +11,6 @@ watches rank 0.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -183,8 +182,7 @@ def first_failure(
     Args:
         codes: Exit codes by rank; None for a rank that was still running and had to be killed.
         files: Error files by rank. A rank that failed without writing one is the cause: the other ranks
-            failed because they lost their connection to it. SIGABRT is the exception: gloo's threads abort a
-            rank that loses its connection.
+            failed because they lost their connection to it.
         folder: The run's folder, with the tracebacks.
         first_rank: Rank of the first code and file.
     """
@@ -203,8 +201,7 @@ def first_failure(
             if code < 0:
                 cause = f"was killed by {signal.Signals(-code).name}"
                 cause += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
-            failed_s = math.inf if code == -signal.SIGABRT else 0.0
-            found.append((failed_s, rank, f"rank {rank} {cause}", max(code, EXIT_FAILED)))
+            found.append((0.0, rank, f"rank {rank} {cause}", max(code, EXIT_FAILED)))
     if not found:
         return None
     _, _, text, exit_code = min(found)
