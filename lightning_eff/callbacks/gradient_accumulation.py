@@ -230,23 +230,20 @@ class GradientAccumulation(Managed):
 
     def outcome(self) -> Outcome:
         """Return the number of batches per step, how they are weighted, and the skipped and cut steps."""
-        skipped = self._loop.num_skipped_steps if self._loop is not None else 0
-        cut = self._loop.num_cut_steps if self._loop is not None else 0
+        loop = self._loop
+        if loop is None or not self._description:
+            return Outcome(did="no training data yet", effective=False)
         numbers = list(self._accumulate_grad_batches.values())
         is_accumulated = any(number > 1 for number in numbers)
-        # A single batch per step is as requested if the loader's batch has `global_batch_size` samples.
-        is_as_requested = bool(self._description) and self.global_batch_size is not None
-        did = self._description or "no training data yet"
-        if self._loop is not None and is_accumulated:
-            did = "; ".join(filter(None, (did, self._loop.counts_by, self._loop.mean_check)))
-        if self._loop is not None and self._loop.uneven.did:
-            did += f"; {self._loop.uneven.did}"
+        weighted_by = (loop.counts_by, loop.mean_check) if is_accumulated else ()
+        texts = [self._description, *weighted_by, loop.uneven.did]
+        cut, skipped = loop.num_cut_steps, loop.num_skipped_steps
         reasons = {"cut short by the end of an epoch": cut, "skipped by the loss scaler": skipped}
-        for reason, count in reasons.items():
-            did += f"; {count} step{'s' * (count != 1)} {reason}" if count else ""
+        texts += [f"{count} step{'s' * (count != 1)} {why}" for why, count in reasons.items() if count]
         return Outcome(
-            did=did,
-            effective=is_accumulated or is_as_requested,
+            did="; ".join(filter(None, texts)),
+            # A single batch per step is as requested if the loader's batch has `global_batch_size` samples.
+            effective=is_accumulated or self.global_batch_size is not None,
             numbers={"accumulate_grad_batches": numbers, "cut_steps": cut, "skipped_steps": skipped},
         )
 
