@@ -159,19 +159,20 @@ class GradientAccumulation(Managed):
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         # The Trainer may be used again without this callback.
         self.cleanup.callback(setattr, trainer, "accumulate_grad_batches", 1)
-        if self.schedule is not None:
+        if self.schedule is not None:  # the size may change at every window, not only at an epoch
             self._loop.before_window.append(lambda: self._set_current(trainer))
         if self.num_batches is not None:
             self._accumulate_grad_batches = {0: self.num_batches}
             self._describe("a step", trainer.world_size)
             self._set_current(trainer)
             return
+        # Called when the loader is created, before Lightning computes `estimated_stepping_batches`.
         self.cleanup.callback(
-            dataloaders.add_loader_transform(trainer, lambda loader: self._see_loader(loader, trainer))
+            dataloaders.add_loader_transform(trainer, lambda loader: self._read_batch_size(loader, trainer))
         )
 
-    def _see_loader(self, loader: Any, trainer: pl.Trainer) -> Any:
-        """Set the number of batches when the loader is created, before Lightning estimates the steps."""
+    def _read_batch_size(self, loader: Any, trainer: pl.Trainer) -> Any:
+        """Set the number of batches per step from the loader's batch size; return the loader."""
         batch_size = getattr(loader, "batch_size", None)
         # A loader with a batch sampler has no batch size itself.
         if batch_size is None:
@@ -185,6 +186,7 @@ class GradientAccumulation(Managed):
             )
         world_size = trainer.world_size
         for start, size in self._global_batch_sizes.items():
+            # size / (batch_size * world_size); a remainder is rejected
             count = batches_per_step(size, batch_size, world_size, key=self._set_key)
             self._accumulate_grad_batches[start] = count
         self._describe(f"of {batch_size} a step", world_size)
