@@ -159,19 +159,20 @@ class GradientAccumulation(Managed):
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         # The Trainer may be used again without this callback.
         self.cleanup.callback(setattr, trainer, "accumulate_grad_batches", 1)
-        if self.schedule is not None:
+        if self.schedule is not None:  # the size may change at every window, not only at an epoch
             self._loop.before_window.append(lambda: self._set_current(trainer))
         if self.num_batches is not None:
             self._accumulate_grad_batches = {0: self.num_batches}
             self._describe("a step", trainer.world_size)
             self._set_current(trainer)
             return
+        # Called when the loader is created, before Lightning computes `estimated_stepping_batches`.
         self.cleanup.callback(
-            dataloaders.add_loader_transform(trainer, lambda loader: self._see_loader(loader, trainer))
+            dataloaders.add_loader_transform(trainer, lambda loader: self._read_batch_size(loader, trainer))
         )
 
-    def _see_loader(self, loader: Any, trainer: pl.Trainer) -> Any:
-        """Set the number of batches when the loader is created, before Lightning estimates the steps."""
+    def _read_batch_size(self, loader: Any, trainer: pl.Trainer) -> Any:
+        """Set the number of batches per step from the loader's batch size; return the loader."""
         batch_size = getattr(loader, "batch_size", None)
         # A loader with a batch sampler has no batch size itself.
         if batch_size is None:
@@ -185,6 +186,7 @@ class GradientAccumulation(Managed):
             )
         world_size = trainer.world_size
         for start, size in self._global_batch_sizes.items():
+            # size / (batch_size * world_size); a remainder is rejected
             count = batches_per_step(size, batch_size, world_size, key=self._set_key)
             self._accumulate_grad_batches[start] = count
         self._describe(f"of {batch_size} a step", world_size)
@@ -230,23 +232,20 @@ class GradientAccumulation(Managed):
 
     def outcome(self) -> Outcome:
         """Return the number of batches per step, how they are weighted, and the skipped and cut steps."""
-        skipped = self._loop.num_skipped_steps if self._loop is not None else 0
-        cut = self._loop.num_cut_steps if self._loop is not None else 0
+        loop = self._loop
+        if loop is None or not self._description:
+            return Outcome(did="no training data yet", effective=False)
         numbers = list(self._accumulate_grad_batches.values())
         is_accumulated = any(number > 1 for number in numbers)
-        # A single batch per step is as requested if the loader's batch has `global_batch_size` samples.
-        is_as_requested = bool(self._description) and self.global_batch_size is not None
-        did = self._description or "no training data yet"
-        if self._loop is not None and is_accumulated:
-            did = "; ".join(filter(None, (did, self._loop.counts_by, self._loop.mean_check)))
-        if self._loop is not None and self._loop.uneven.did:
-            did += f"; {self._loop.uneven.did}"
+        weighted_by = (loop.counts_by, loop.mean_check) if is_accumulated else ()
+        texts = [self._description, *weighted_by, loop.uneven.did]
+        cut, skipped = loop.num_cut_steps, loop.num_skipped_steps
         reasons = {"cut short by the end of an epoch": cut, "skipped by the loss scaler": skipped}
-        for reason, count in reasons.items():
-            did += f"; {count} step{'s' * (count != 1)} {reason}" if count else ""
+        texts += [f"{count} step{'s' * (count != 1)} {why}" for why, count in reasons.items() if count]
         return Outcome(
-            did=did,
-            effective=is_accumulated or is_as_requested,
+            did="; ".join(filter(None, texts)),
+            # A single batch per step is as requested if the loader's batch has `global_batch_size` samples.
+            effective=is_accumulated or self.global_batch_size is not None,
             numbers={"accumulate_grad_batches": numbers, "cut_steps": cut, "skipped_steps": skipped},
         )
 

@@ -133,6 +133,7 @@ class MicroBatch(Managed):
     def assumptions(self) -> list[str]:
         """Return the micro-batches' outputs that a prediction does not count, if there are any."""
         size = self._size
+        # Whether the largest batch has more micro-batches than a prediction runs.
         is_cut = size is not None and (size.current or size.largest) * PREDICTED_PARTS < size.largest
         text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: the others' outputs are not counted"
         return [text] if is_cut else []
@@ -208,6 +209,7 @@ class MicroBatch(Managed):
             with trainer.precision_plugin.train_step_context():
                 return module.training_step(*(part.batch, 0)[:num_arguments])
 
+        # A run would reject a loss that is not a mean over samples, so this must not suggest it.
         is_low, size = (
             not str(trainer.precision).startswith(("32", "64")),
             MicroBatchSize(None, is_auto=False),

@@ -332,10 +332,10 @@ def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path) -> Path:
         DistError: A rank did not ask in time, or rank 0 did not answer in time.
     """
     if rank:
-        asked = uuid4().hex
-        store.set(f"{_KEY}/ask/{rank}", asked)
-        answer = json.loads(store.get(f"{_KEY}/answer/{asked}"))
-        store.set(f"{_KEY}/heard/{answer['attempt']}/{rank}", "")
+        question = uuid4().hex
+        store.set(f"{_KEY}/question/{rank}", question)
+        answer = json.loads(store.get(f"{_KEY}/answer/{question}"))
+        store.set(f"{_KEY}/received/{answer['attempt']}/{rank}", "")
     else:
         answer = {"attempt": uuid4().hex, "folder": str(folder), **_serve(os.environ["MASTER_ADDR"])}
         _answer_all(store, set(range(1, num_ranks)), answer)
@@ -366,10 +366,10 @@ def _answer_all(store: TCPStore, ranks: set[int], answer: dict[str, Any]) -> Non
     end = time.monotonic() + WAIT_S
     while ranks:
         for rank in ranks:
-            if store.check([f"{_KEY}/ask/{rank}"]):
-                asked = store.get(f"{_KEY}/ask/{rank}").decode()
-                store.set(f"{_KEY}/answer/{asked}", json.dumps(answer))
-        ranks = {rank for rank in ranks if not store.check([f"{_KEY}/heard/{answer['attempt']}/{rank}"])}
+            if store.check([f"{_KEY}/question/{rank}"]):
+                question = store.get(f"{_KEY}/question/{rank}").decode()
+                store.set(f"{_KEY}/answer/{question}", json.dumps(answer))
+        ranks = {rank for rank in ranks if not store.check([f"{_KEY}/received/{answer['attempt']}/{rank}"])}
         if time.monotonic() > end:
             raise DistStoreError(f"rank {min(ranks)} did not ask for the run's folder")
         time.sleep(POLL_S if ranks else 0.0)

@@ -11,7 +11,6 @@ watches rank 0.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -183,15 +182,13 @@ def first_failure(
     Args:
         codes: Exit codes by rank; None for a rank that was still running and had to be killed.
         files: Error files by rank. A rank that failed without writing one is the cause: the other ranks
-            failed because they lost their connection to it. SIGABRT is the exception: gloo's threads abort a
-            rank that loses its connection.
+            failed because they lost their connection to it.
         folder: The run's folder, with the tracebacks.
         first_rank: Rank of the first code and file.
     """
     found: list[tuple[float, int, str, int]] = []  # time, rank, text, exit code
     for rank, (code, file) in enumerate(zip(codes, files, strict=True), start=first_rank):
-        if file.exists():
-            text: str = json.loads(file.read_text())["message"]["message"]
+        if text := _message(file):
             log = error_log(folder, rank)
             where = f" (traceback: {log})" if log.exists() else ""
             if "\n  try: " in text:  # an error with remedies: only the class name is removed
@@ -204,12 +201,18 @@ def first_failure(
             if code < 0:
                 cause = f"was killed by {signal.Signals(-code).name}"
                 cause += ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
-            failed_s = math.inf if code == -signal.SIGABRT else 0.0
-            found.append((failed_s, rank, f"rank {rank} {cause}", max(code, EXIT_FAILED)))
+            found.append((0.0, rank, f"rank {rank} {cause}", max(code, EXIT_FAILED)))
     if not found:
         return None
     _, _, text, exit_code = min(found)
     return RankError(text, exit_code)
+
+
+def _message(file: Path) -> str:
+    """Return the message in an error file; empty without one, or if its rank was killed while writing it."""
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_text())["message"]["message"]
+    return ""
 
 
 def error_log(folder: Path, rank: int) -> Path:

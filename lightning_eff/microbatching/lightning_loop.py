@@ -61,7 +61,7 @@ MAX_NAMES = 12
 WITHOUT_ACCUMULATION = Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation")
 WITHOUT_MICRO_BATCH = Remedy("~callbacks.micro_batch", "remove MicroBatch")
 MAX_FLAT_CHECKS = 8
-"""Batches in which the check of the loss is repeated while all parts of a batch have the same loss."""
+"""Number of batches on which the check is repeated while all parts of a batch have the same loss."""
 
 
 @runtime_checkable

@@ -49,7 +49,7 @@ class MeanCheck:
     """The result of the check."""
 
     difference: str = ""
-    """How the loss of the batch differs from the mean over its parts; empty if it does not."""
+    """The loss of the batch and the mean over its parts, as text; empty if they are equal."""
     undecided: str = ""
     """Why the check is inconclusive; empty if it is not."""
     is_flat: bool = False
@@ -88,7 +88,7 @@ def check_mean(
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
             _stop("the batch has a single sample, or its samples cannot be counted")
-        # Few samples suffice: a loss that is not a mean over many samples is not one over few either.
+        # Few samples suffice: whether a loss is a mean does not depend on their number.
         few = size.split(batch, min(MAX_SAMPLES, max_samples))[0]
         # Two kinds of parts: a loss over the hardest half of the samples may agree with one of them.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2

@@ -78,8 +78,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
         return dict(mapping)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    return {name: getattr(value, name) for name in names}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _refilled(container: Any, build: Build, new: Iterator[Any]) -> Any:

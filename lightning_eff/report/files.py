@@ -30,7 +30,7 @@ SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "env
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Write both files; the page includes a recipe's composed config if the folder has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / LEDGER_FILE).write_text(json.dumps(report, indent=1, allow_nan=False))
+    _replace(folder / LEDGER_FILE, json.dumps(report, indent=1, allow_nan=False))
     write_page(folder, report)
 
 
@@ -42,20 +42,21 @@ def labels(folder: Path) -> dict[str, Any]:
 
 
 def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Replace the page atomically, so that an earlier page stays until the new one is complete.
-
-    Returns the page's path.
-    """
+    """Write the page, and return its path."""
     resolved, page = folder / RESOLVED, folder / PAGE_FILE
     config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
-    content = report_page(report, config)
-    written = page.with_suffix(".html.part")
-    try:
-        written.write_text(content, encoding="utf-8", errors="backslashreplace")  # surrogates
-        written.replace(page)
-    finally:
-        written.unlink(missing_ok=True)
+    _replace(page, report_page(report, config))
     return page
+
+
+def _replace(file: Path, text: str) -> None:
+    """Replace a file atomically: other processes read it while a failed run's ranks are killed."""
+    part = file.with_suffix(f"{file.suffix}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # surrogates
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def add_out_of_memory(folder: Path, recipe: str, reason: str, found: Mapping[str, Any]) -> None:

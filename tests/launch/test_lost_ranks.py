@@ -1,7 +1,7 @@
-"""A rank is killed at one moment of a run after another, under each launcher that is here.
+"""A rank is killed at different moments of a run, under each launcher.
 
-The job ends or starts again by itself, leaves no process (as after every test) and no shared memory, and with
-`ckpt_path=auto` ends with the weights of a run that nothing has interrupted, bit for bit.
+The job ends or restarts by itself, and leaves no process (as after every test) and no shared memory. With
+`ckpt_path=auto` its final weights are bit-identical to those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def weights(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     done = start(COMMANDS["own"], folder)
     assert done.returncode == 0, done.stderr
     return weights(folder)
@@ -95,7 +95,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *itertools.product(COMMANDS, ("setup", "save", "end")),
     ],
 )
-def test_a_lost_rank_loses_nothing(launcher: str, moment: str, whole: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_lost_a_rank_resumes_bit_identically(
+    launcher: str, moment: str, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
     if launcher == "ray":
         pytest.importorskip("ray")
     shared = set(SHARED_MEMORY.iterdir())
@@ -108,7 +110,7 @@ def test_a_lost_rank_loses_nothing(launcher: str, moment: str, whole: dict[str, 
         done = start(COMMANDS[launcher], tmp_path, MOMENT=moment, **job)
         assert done.returncode == 0, done.stderr
     found = weights(tmp_path)
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
-    while set(SHARED_MEMORY.iterdir()) - shared:  # other tests' goes; what stays ends by pytest's limit
+    assert found.keys() == uninterrupted.keys()
+    assert all(torch.equal(found[name], uninterrupted[name]) for name in uninterrupted)
+    while set(SHARED_MEMORY.iterdir()) - shared:  # of other tests, which ends; else pytest's time limit does
         time.sleep(0.1)

@@ -27,8 +27,6 @@ LOST = RuntimeError("gloo: Connection closed by peer\nmore")
         ([143, None], {}, None),
         ([1, -9], {0: LOST}, ("rank 1 was killed by SIGKILL, perhaps because memory ran out", 1)),
         ([1, 3], {0: LOST}, ("rank 1 ended with code 3; its message is above", 3)),
-        ([-6, 1], {1: MemoryError("no")}, ("rank 1: MemoryError: no", 1)),
-        ([None, -6], {}, ("rank 1 was killed by SIGABRT", 1)),
         ([1, 4], {1: MemoryError("no"), 0: LOST}, ("rank 1: MemoryError: no", 4)),
         ([None, 1], {1: LOST}, ("rank 1: RuntimeError: gloo: Connection closed by peer", 1)),
         ([2, None], {0: ConfigError("x", 1, allowed="2", remedies="3")}, ("x=1: expected 2\n  try: 3", 2)),
@@ -47,6 +45,8 @@ def test_the_rank_that_failed_first_is_named(
         assert ranks.report_error(error)
         assert ranks.report_error(KeyError("a later error, of the cleanup"))
         os.utime(files[rank], (when + 1, when + 1))
+    if codes == [None, 1]:
+        files[0].write_text('{"message": {')  # killed while it wrote its error
     found = ranks.first_failure(codes, files, tmp_path)
     assert (found and (str(found), found.exit_code)) == expected
 

@@ -53,7 +53,7 @@ def wait_for(found: Callable[[], Any]) -> Any:
 
 
 def processes_of(name: str) -> dict[int, str]:
-    """Return the processes of this test with a word in their command; Ray names a worker by what it runs."""
+    """Return the processes of this test with a word in their command line, which Ray sets for workers."""
     return processes_with(f"MARK={Path.cwd()}", name)
 
 
@@ -150,7 +150,7 @@ class Net(GPT):
 
 
 def part_of(log: Path, number: int, wanted: str) -> str:
-    """Return what an attempt has said once it has said what is wanted, empty before."""
+    """Return the log of an attempt once it contains a text; empty before."""
     parts = log.read_text().split("resumes from")
     return parts[number] if len(parts) > number and wanted in parts[number].rpartition("\n")[0] else ""
 

@@ -1,4 +1,4 @@
-"""Hydra's launcher for SLURM, with stand-ins of `sbatch`, `srun` and `sacct` that run the jobs here."""
+"""Hydra's launcher for SLURM, with scripts in place of `sbatch`, `srun` and `sacct`: the jobs run here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.slurm import with_commands
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 pytest.importorskip("submitit")
 
-# Runs the tasks of a job array one after another, as jobs 7_0 and 7_1, after it has said the job's number.
+# Prints the job's number, then runs the tasks of a job array one after another, as jobs 7_0 and 7_1.
 SBATCH = f"""#!{sys.executable}
 import os, pathlib, re, subprocess, sys, time
 script = sys.argv[1]
@@ -43,7 +43,7 @@ for task in 7_0 7_1; do echo "$task|RUNNING|localhost"; done
 
 
 def sweep(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `train lm -m` in `folder` with stand-ins of SLURM's commands first in the path."""
+    """Run `train lm -m` in `folder` with scripts in place of SLURM's commands."""
     env = with_commands(folder, sbatch=SBATCH, sacct=SACCT)
     command = [sys.executable, "-m", "lightning_eff", "train", "lm", "-m", *TINY, *words]
     command += ["hydra/launcher=submitit_slurm", "trainer.max_steps=2"]

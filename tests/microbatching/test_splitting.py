@@ -31,12 +31,6 @@ class Row:
     made: list[int] = dataclasses.field(init=False, default_factory=list)
 
 
-@dataclasses.dataclass
-class Unset:
-    x: Tensor
-    later: Any = dataclasses.field(init=False)
-
-
 class Encoding(UserDict[str, Any]):
     """As Hugging Face's tokenizers return it."""
 
@@ -57,7 +51,6 @@ BATCHES: dict[str, Any] = {
     "one value for all": {"x": x(2), "temperature": torch.tensor(0.5)},
     "numpy": {"x": np.arange(B * 2).reshape(B, 2)},
     "two loaders": {"a": [x(3), x()], "b": [x(2), x()]},
-    "unset field": Unset(x(2)),
     "one sample": {"x": torch.ones(1, 3), "y": torch.ones(1)},
 }
 
