@@ -1,6 +1,6 @@
 """Shared by `validate`, `test` and `predict`: load a checkpoint and evaluate it on its recipe's data.
 
-By default one device evaluates, however many trained the run. The user may set `trainer.devices` or a
+By default one device evaluates, however many devices trained the run. The user may set `trainer.devices` or a
 strategy, or start ranks by a launcher. Then metrics are less exact, because Lightning repeats some samples to
 give all ranks the same number. Techniques, precision and data are those of the config. Nothing is logged, so
 the files of the run stay unchanged.
@@ -54,7 +54,7 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
     verb, (trainer, data, model, found) = saved.verb, saved.build()
     if verb == "predict":
         run, root = saved.checkpoint.resolve().parent.parent, Path(saved.values["output_root"])
-        # Nothing is written outside the output root, even if the checkpoint lies there.
+        # Predictions stay inside the output root, even if the checkpoint lies elsewhere.
         is_run = run.is_relative_to(root.resolve()) and (run / RESOLVED).is_file()
         writer = Predictions((run if is_run else root) / "predictions", saved.checkpoint.stem)
         callbacks_of(trainer).append(writer)

@@ -119,7 +119,7 @@ def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[
 
 
 def _run_sweep(app: RecipeApp, job: Job) -> None:
-    """Check and run a sweep; at its end, even by an error, print the table of its runs, and nothing else."""
+    """Check and run a sweep; at its end, even after an error, print only the table of its runs."""
     folder, metric = app.check_sweep()
     try:
         with redirect_stdout(sys.stderr):

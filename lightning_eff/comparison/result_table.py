@@ -155,12 +155,12 @@ def comparison_page(comparison: Mapping[str, Any], rows: Sequence[ComparisonRow]
     caption = "each row by its peak memory and speed, as multiples of the baseline's: higher is faster, "
     caption += "further left is smaller"
     axes = ("peak memory, times the baseline's", "speed, times the baseline's")
-    notes = f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}; "
-    notes += "each trial in its own process, with the same seed and global batch. Speed is that of the "
-    notes += (
-        "fastest round; in brackets, how much slower the slowest was. Peak memory is the allocator's on a "
+    notes = (
+        f"Optimizer steps per trial: {comparison['steps']}, rounds: {comparison['rounds']}. "
+        "Each trial ran in its own process, with the same seed and global batch. The speed is the fastest "
+        "round's; the number in brackets is how much slower the slowest round was. Peak memory is the "
+        "allocator's on a GPU, live bytes on a CPU."
     )
-    notes += "GPU, live bytes on a CPU."
     page = {
         "title": f"Comparison of {comparison['recipe']}",
         "verdict": comparison["verdict"],

@@ -42,7 +42,7 @@ OBSERVERS = (
     upstream.Checkpoint, upstream.DeviceStatsMonitor, upstream.EarlyStopping, upstream.LearningRateMonitor,
     upstream.ModelSummary, upstream.ProgressBar, upstream.Timer,
 )  # fmt: skip
-"""Lightning's callbacks that need values or write files, and use no memory in a step."""
+"""Lightning's callbacks that only observe: they read values or write files, and use no memory in a step."""
 LONGEST_WINDOW = 2
 """Most batches per predicted step. In the first one there are no gradients yet; in the last one they exist,
 and then the optimizer steps. All batches between them need the same memory as the last.

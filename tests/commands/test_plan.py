@@ -88,37 +88,19 @@ class Fails(pl.LightningModule):
 """
 
 
-def division(command: Command, *words: str) -> tuple[dict[int, dict[str, int]], str, list[str]]:
-    out = command("plan", *words, "trainer.accelerator=cpu", "--json", code=0)[1]
-    found = json.loads(out)
-    rows = {row.pop("devices"): row for row in found["division"]}
-    return rows, found["division_about"], found["division_assumed"]
-
-
 TRAINED = 2_164_416
 """Weights of the recipes' GPT."""
 
 
-def test_fsdp2_is_planned_without_a_process(command: Command) -> None:
-    found, about, _ = division(command, "fsdp2", "callbacks.gradient_accumulation.global_batch_size=64")
-    assert list(found) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-    assert "strategy/fsdp2" in about
-    assert "4 micro-batches" in about
-    assert found[2]["optimizer_bytes"] == 4 * TRAINED
-    words = ["strategy.cpu_offload=true", "strategy.param_dtype=bf16"]
-    offloaded = division(command, "fsdp2", *words)[0]
-    assert offloaded[2]["host_bytes"] == (4 + 4 + 8) * TRAINED / 2
-    assert offloaded[2]["gathered_bytes"] * 2 == found[2]["gathered_bytes"]
-
-
-def test_zero_is_planned_without_a_process(command: Command) -> None:
-    pytest.importorskip("deepspeed")
-    bucket = "strategy.config={zero_optimization: {reduce_bucket_size: 1000000}}"
-    found, about, assumed = division(command, "zero3_offload", "precision=fp32", bucket)
-    assert "strategy/deepspeed_zero" in about
-    assert found[2]["host_bytes"] == pytest.approx((4 + 4 + 8 + 4 + 4) * TRAINED / 2, rel=0.001)
-    assert any("stage3_param_persistence_threshold" in each for each in assumed)
-    assert found[2]["buffers_bytes"] == 4_000_000
+def test_the_memory_of_1_to_1024_devices_is_planned_without_a_process(command: Command) -> None:
+    words = ["callbacks.gradient_accumulation.global_batch_size=64", "strategy.cpu_offload=true"]
+    out = command("plan", "fsdp2", *words, "trainer.accelerator=cpu", "--json", code=0)[1]
+    found = json.loads(out)
+    rows = {row["devices"]: row for row in found["division"]}
+    assert list(rows) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert "strategy/fsdp2" in found["division_about"]
+    assert "4 micro-batches" in found["division_about"]
+    assert rows[2]["host_bytes"] == (4 + 4 + 8) * TRAINED / 2, "weights, gradients, and AdamW's state"
 
 
 def peak(command: Command, *words: str) -> dict[str, Any]:
@@ -191,34 +173,22 @@ def test_a_plan_without_a_peak_has_the_reason_and_succeeds(command: Command, tmp
     assert "numpy" in json.loads(out)["peak"]["reason"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["full_finetune", "strategy=fsdp2", "trainer.devices=2"],
-        pytest.param(["qlora"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("recipe", ["full_finetune", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_the_peak_of_a_model_of_the_hub_is_predicted_without_its_weights(
-    command: Command, tiny_llama: Path, tmp_path: Path, words: list[str]
+    command: Command, tiny_llama: Path, tmp_path: Path, recipe: str
 ) -> None:
-    """Two tables of 272 x 32; two layers of 3 x 32 x 32 (two of four are halves), 3 x 32 x 64, norms."""
     for index in range(40):
         (tmp_path / f"mine{index}.txt").write_text("the cat sat on the mat " * 20)
     weights = next(tiny_llama.glob("*.safetensors"))
     kept = weights.rename(tiny_llama / "elsewhere")
+    words = [f"model.name={tiny_llama}", f"data.paths=[{tmp_path}/*.txt]", "data.context_length=16"]
+    window = "callbacks.gradient_accumulation.global_batch_size=8"
     try:
-        words += [f"model.name={tiny_llama}", f"data.paths=[{tmp_path}/*.txt]", "data.context_length=16"]
-        words += ["callbacks.gradient_accumulation.global_batch_size=8", "trainer.accelerator=cpu", "--json"]
-        found = json.loads(command("plan", *words)[1])
+        found = peak(command, recipe, *words, window)
     finally:
         kept.rename(weights)
-    assert found["peak"]["reason"] == ""
-    assert found["peak"]["tensors"]["num_bytes"] > 0
-    if words[0] == "full_finetune":
-        alone, layer = found["division"][0], 3 * 32 * 32 + 3 * 32 * 64 + 2 * 32
-        assert alone["weights_bytes"] - alone["gradients_bytes"] < 200, "rotary frequencies"
-        assert alone["gathered_bytes"] == alone["gradients_bytes"] == 4 * (2 * 272 * 32 + 2 * layer + 32)
-        assert alone["buffers_bytes"] == 4 * (2 * 272 * 32 + layer + 32)
+    assert found["reason"] == ""
+    assert found["tensors"]["num_bytes"] > 0
 
 
 def test_an_error_that_train_would_raise_ends_the_plan(command: Command) -> None:

@@ -105,9 +105,3 @@ def test_results_are_stored_except_a_failure_of_the_baseline(tmp_path: Path) -> 
     assert second.asked == ["baseline", "one", "baseline"]
     _, one = comparison.table_rows()
     assert (one.samples_per_s, one.samples_per_s_spread, one.speed_ratio) == (24.0, 4.0, 2.0)
-
-
-def test_no_trial_starts_late(tmp_path: Path) -> None:
-    late, turns = TrialRounds(tmp_path, 60.0, until=0.0), Turns()
-    late.run_round([turns.trial("one")])
-    assert (turns.asked, late.table_rows()[0].reason) == ([], "interrupted before its turn")

@@ -100,16 +100,6 @@ def test_rows_joined_for_flash_attention_have_the_same_loss(tiny_llama: Path) ->
     torch.testing.assert_close(step_of(model, batch)["loss"], expected, rtol=1e-12, atol=0.0)
 
 
-def test_a_batch_without_targets_has_no_weight_and_no_gradient(tiny_llama: Path) -> None:
-    model = make(tiny_llama)
-    ids = draw_batch()["input_ids"]
-    step = step_of(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
-    step["loss"].backward()
-    assert step["loss"].item() == 0.0
-    assert int(step["loss_weight"]) == 0
-    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
-
-
 def test_a_model_without_document_isolation_rejects_packed_rows(tmp_path: Path) -> None:
     from transformers import BloomConfig
 
