@@ -1,11 +1,12 @@
-"""Suggest techniques that would lower a run's peak memory, with the predicted saving, or its time.
+"""Suggest techniques that would reduce a run's peak memory or its time.
 
-`EfficiencyReport` calls `advise` at the end of a fit. A technique may have a static method `suggest`. It
-receives the allocations of a run's first steps (`Observed`) and returns a `Suggestion`, or None if it would
-not help. The saving comes from a replay of the recorded allocations without those that the technique avoids.
-Techniques that the rules reject in this run are not suggested, nor are techniques that the run already used.
-Time is not predicted. A technique that saves time is suggested if the operations that it speeds up take a
-large part of the step (`Observed.time_share`, report/step_time.py).
+`EfficiencyReport` calls `advise` at the end of a fit. A technique may have a static method `suggest`.
+`suggest` receives the allocations of a run's first steps (`Observed`). `suggest` returns a `Suggestion`, or
+None if the technique would not help. To predict the saving, `suggest` replays the recorded allocations
+without the allocations that the technique avoids. `advise` omits techniques that the rules reject in this
+run, and techniques that the run already used. Savings of time are not predicted. A technique that saves time
+is suggested if a large part of the step is spent in the operations that the technique speeds up
+(`Observed.time_share`, report/step_time.py).
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from lightning_eff.report.module_tracker import BACKWARD, STEP
 from lightning_eff.report.recording import ACTIVATIONS, TEMPORARIES, Allocation, Recorder
 
 MIN_SAVING = 0.05
-"""Fraction of the peak that a suggestion must save to be shown."""
+"""Minimum saving of a suggestion, as a fraction of the peak."""
 MIN_TIME = 0.3
-"""Fraction of a step that operations must take for a technique that speeds them up to be suggested."""
+"""Minimum fraction of a step's time in one kind of operation, for techniques that speed up this kind."""
 SMALL_OPERATION_S = 20e-6
-"""Mean time of operations below which launching them takes as long as computing them, in seconds."""
+"""Seconds. Operations with a smaller mean time take as long to launch as to compute."""
 MAX_SUGGESTIONS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """A technique, or a change of code, that would help a run.
+    """A technique or a code change that would reduce a run's memory or time.
 
     Args:
-        technique: A configured instance, or the class of an optimizer; None for a change of code.
-        why: The tensors or operations that it acts on, for example the largest tensors at the peak.
-        peak_bytes: Predicted peak with it; None if it saves time.
-        change: The change to make in the user's code.
+        technique: A configured instance, or an optimizer class; None if the suggestion is a code change.
+        why: The tensors or operations that the technique acts on, for example the largest tensors at the
+            peak.
+        peak_bytes: Predicted peak with the technique; None if the technique saves time.
+        change: The code change for the user to make.
     """
 
     technique: object = None
@@ -55,7 +57,7 @@ class Suggestion:
 
     @property
     def remedy(self) -> str:
-        """Override to paste, Python code if no recipe is running, or the change of code."""
+        """Text for the user to paste: an override, Python code if no recipe is running, or a code change."""
         if self.technique is None:
             return self.change
         name = name_of(self.technique)
@@ -73,17 +75,17 @@ class Suggestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Measurements of a run, for the techniques' `suggest`.
+    """Measurements of a run, which the method `suggest` of each technique receives.
 
     Args:
-        trainer: The Trainer whose `fit` ends.
+        trainer: Trainer of the run, at the end of `fit`.
         recorder: Record of the first steps; None if live bytes were not counted, as on a GPU.
-        measured: Figures of the report.
-        sample: A few samples of the first batch, as a batch; None if it cannot be split into samples.
+        measured: Figures of the report, as `Meter.summary` returns them.
+        sample: A few samples of the first batch, as a smaller batch; None if the batch cannot be split.
         num_samples: Number of samples in the first batch.
-        num_tokens: Number of tokens in the first batch; 0 if it has none.
+        num_tokens: Number of tokens in the first batch; 0 if the batch has no tokens.
         attention: Attention calls of the first batch.
-        time: Time by part of a step, as `StepTimes.summary` returns it.
+        time: Result of `StepTimes.summary`, with the time of each part of a step.
     """
 
     trainer: pl.Trainer
@@ -96,7 +98,7 @@ class Observed:
     time: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def time_share(self, kind: str) -> float:
-        """Return the fraction of a step that operations of one kind take; 0 if not measured."""
+        """Return the fraction of a step's time in one kind of operation; 0 if operations were not timed."""
         return self.time.get("operations", {}).get(kind, 0.0)
 
     @property
@@ -118,7 +120,7 @@ class Observed:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Maximum of live bytes; 0 if they were not counted."""
+        """Maximum of live bytes; 0 if live bytes were not counted."""
         return self.peak_if({})
 
     @property
@@ -131,19 +133,19 @@ class Observed:
         return [type(each) for each in self.trainer.optimizers] == [AdamW] and (is_chosen or is_free)
 
     def is_worth(self, peak_bytes: int) -> bool:
-        """Return whether `peak_bytes` is at least `MIN_SAVING` below the peak."""
+        """Return whether a predicted peak saves at least `MIN_SAVING` of the recorded peak."""
         return self.peak_bytes - peak_bytes >= MIN_SAVING * self.peak_bytes > 0
 
     @cached_property
     def sizes(self) -> Mapping[int, int]:
-        """Largest size of each allocation in bytes, by its index."""
+        """Largest size in bytes of each allocation, by the allocation's index."""
         sizes: dict[int, int] = defaultdict(int)
         for event in () if self.recorder is None else self.recorder.events:
             sizes[event.allocation] = max(sizes[event.allocation], event.num_bytes)
         return sizes
 
     def activations(self) -> Iterator[tuple[int, Allocation]]:
-        """Yield index and allocation of all activations and temporaries of forward and backward passes."""
+        """Yield the index and the allocation of each activation and temporary outside the optimizer step."""
         for index, each in enumerate(self.allocations):
             if each.category in (ACTIVATIONS, TEMPORARIES) and each.operation and each.phase != STEP:
                 yield index, each
@@ -154,7 +156,7 @@ class Observed:
         return [index for index, each in made if each.category == TEMPORARIES and each.phase == STEP]
 
     def owners(self, modules: Collection[str]) -> list[str]:
-        """Return, for each allocation, which of the `modules` made it; empty if none did."""
+        """Return a module name for each allocation; empty if none of `modules` made the allocation."""
 
         @cache
         def owner_of(path: str) -> str:
@@ -168,21 +170,21 @@ class Observed:
         """Replay the allocations of the first steps with changed sizes, and return the peak in bytes.
 
         Args:
-            factors: Factor on the size of each allocation, by index; 1 for allocations not listed.
-            recomputed: Names of modules that would keep only their inputs and outputs. All their other
-                activations are dropped, and made again when the backward pass reaches the module.
-            held_bytes: Bytes held in addition, all the time.
+            factors: Factor on the size of an allocation, by the allocation's index; 1 by default.
+            recomputed: Names of modules that would keep only their inputs and outputs. All other activations
+                of these modules are dropped, and recomputed when the backward pass reaches the module.
+            held_bytes: Bytes to add at every moment of the replay.
         """
         if self.recorder is None:
             return 0
 
         owners = self.owners(recomputed)
-        # Outputs of blocks are kept: the next block needs them to recompute.
+        # Outputs of blocks are kept, because the next block recomputes its activations from them.
         is_dropped = [
             bool(owner) and each.category == ACTIVATIONS and index not in self.recorder.block_outputs
             for index, (owner, each) in enumerate(zip(owners, self.allocations, strict=True))
         ]
-        # Dropped bytes by (module, call) and allocation, until the backward pass makes them again.
+        # Dropped bytes by (module, call) and allocation, until the backward pass recomputes them.
         pending: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         # Recomputed allocations that are still alive, by module.
         remade: dict[str, set[int]] = defaultdict(set)
@@ -199,7 +201,7 @@ class Observed:
                     call = max(
                         (each for name, each in pending if name == owner and pending[name, each]), default=0
                     )
-                # The first event of a module in the backward pass makes all dropped tensors of that call.
+                # A module's first event in the backward pass restores all dropped tensors of that call.
                 if index in pending[owner, call] or not remade[owner]:
                     made_again = pending.pop((owner, call), {})
                     sizes.update(made_again)
@@ -214,11 +216,11 @@ class Observed:
 
 
 def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the suggestions for a run, the largest saving first, in plain types.
+    """Return the suggestions for a run as plain values, the largest saving of memory first.
 
     Args:
         run: Measurements after the last step.
-        rows: The ledger, one row per technique of the run.
+        rows: Rows of the ledger, one per technique of the run.
     """
     used = {row["technique"] for row in rows}
     components = rules.trainer_components(run.trainer)
@@ -229,14 +231,14 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         each: Suggestion | None = None
         try:
             each = technique.suggest(run)
-        except Exception as error:  # noqa: BLE001 - it calls a user's modules, and the run has ended well
+        except Exception as error:  # noqa: BLE001 - it calls user code, and the run has ended well
             rank_zero_info(f"no advice by {name}: {root_cause_line(error)}")
         is_time = each is not None and each.peak_bytes is None
         if each is None or not (is_time or run.is_worth(each.peak_bytes or 0)):
             continue
-        # Rules apply only to techniques, not to a change of the user's code.
+        # Rules do not apply to a change of the user's code.
         added = () if each.technique is None else (each.technique,)
-        # A run has only one precision: a suggested one replaces it.
+        # A run has exactly one precision, so a suggested precision replaces the run's precision.
         replaced = [
             one for one in components if isinstance(one, Precision) and isinstance(each.technique, Precision)
         ]

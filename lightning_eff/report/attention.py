@@ -1,10 +1,11 @@
 """Detect which kernels computed attention, from the operations of one forward pass.
 
-`FlopCount` and `Recorder` pass each operation to it. `F.scaled_dot_product_attention` chooses a backend for
-each call, and is silent if only the quadratic `math` remains. A fused kernel is one operation, recognized by
-its name. Quadratic attention is recognized by its softmax. That is `_safe_softmax` in `math`, or a `_softmax`
-of [.., T, T] in models that compute scores themselves (`nn.MultiheadAttention` with `need_weights=True`,
-`eager` in transformers).
+`FlopCount` and `Recorder` pass each operation to `AttentionWatch`. `F.scaled_dot_product_attention` chooses a
+backend for each call. PyTorch does not warn if only the backend `math` is possible, whose memory is quadratic
+in the number of tokens. A fused kernel is a single operation, which is recognized by its name. Quadratic
+attention is recognized by its softmax. The backend `math` calls `_safe_softmax`. Models that compute the
+scores themselves call `_softmax` on a [.., T, T] tensor, for example `nn.MultiheadAttention` with
+`need_weights=True`, or `eager` in transformers.
 
 In a compiled graph only fused kernels are detected, because the compiler fuses the softmax of quadratic
 attention with neighbouring operations.
@@ -32,34 +33,35 @@ FUSED = re.compile(
     r"|_(flash|efficient)_attention_forward|(flex)_attention|_?(varlen)_attn"
     r"|_?(flash_attn)_(?:varlen_)?(?:fwd|forward)\w*"
 )
-"""Names of fused kernels (torch 2.13, the package flash_attn); the group is the backend."""
+"""Pattern for names of fused kernels in torch 2.13 and flash_attn; its matching group is the backend."""
 REMEDIES = {
     "math": (
         "dropout 0.0 on a CPU, half precision without a mask on CUDA; "
         "+callbacks=attention callbacks.attention.backend=flash names the reason"
     ),
     "softmax": ASK_FOR_SDPA,
-    "flex": "torch.compile(flex_attention)",  # seen only uncompiled: compiled it has another name
+    "flex": "torch.compile(flex_attention)",  # compiled flex attention has another name
 }
-"""Change to make, by backend; these backends hold all scores."""
+"""Code change for the user to make, by backend; these backends keep all scores in memory."""
 LONG = 512
-"""Number of tokens at which quadratic attention starts to cause a warning."""
+"""Minimum number of tokens for a warning about quadratic attention."""
 
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Equal calls of one backend: same shapes, dtype and mask.
+    """Attention calls with the same backend, shapes, dtype and mask.
 
     Args:
         backend: `flash`, `efficient`, `cudnn`, `flex`, `varlen`, `math`, or `softmax`.
-        shape: Shape of the query, `[B, H, T, E]`; for `math` and `softmax` of the scores, `[B, H, T, S]`.
-        num_keys: Length S of the key.
+        shape: Shape `[B, H, T, E]` of the query; for `math` and `softmax`, shape `[B, H, T, S]` of the
+            scores.
+        num_keys: Number S of keys.
         dtype: Dtype of the query or scores.
         mask: `none`, `causal` or `dense`; empty if unknown.
         calls: Number of calls in a forward pass.
-        score_bytes: Bytes of the scores that are saved after the softmax for the backward pass; a fused
-            kernel saves none.
-        modules: Calling modules, in order; empty in a compiled model.
+        score_bytes: Bytes of the scores after the softmax, which quadratic attention saves for the backward
+            pass. A fused kernel does not save scores.
+        modules: Names of the modules that call attention, in order; empty in a compiled model.
     """
 
     backend: str
@@ -73,7 +75,7 @@ class AttentionRow:
 
     @property
     def remedy(self) -> str:
-        """Change to paste; empty if a fused kernel ran."""
+        """A code change for the user to paste; empty if a fused kernel ran."""
         return REMEDIES.get(self.backend, "")
 
     def __str__(self) -> str:
@@ -89,10 +91,10 @@ class AttentionRow:
 
 
 class AttentionWatch:
-    """Collects attention calls from each operation until the first backward pass begins.
+    """Collects attention calls among the observed operations, until the first backward pass begins.
 
     Args:
-        path: Returns the name of the running module.
+        path: Function that returns the name of the running module.
 
     Example:
         >>> import torch.nn.functional as F
@@ -123,19 +125,19 @@ class AttentionWatch:
         return list(found.values())
 
     def observe(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Add an operation, as `__torch_dispatch__` received it, if it is attention."""
+        """Record the operation that `__torch_dispatch__` received, if the operation computes attention."""
         self._is_done = self._is_done or in_backward()
         backend = "" if self._is_done else _backend_of(func)
         if not backend:
             return
-        # Under DDP, calls that the compiler makes while tracing arrive here too: skip them.
+        # Skip calls that the compiler makes while tracing; under DDP they arrive here too.
         tracing = torch_private("torch._guards:TracingContext", "the report of attention")
         is_nested = getattr(args[0] if args else None, "is_nested", False)  # nested tensors have no shape
         if is_nested or tracing.try_get() is not None:
             return
         if backend not in ("math", "softmax"):
             self._add_fused(backend, func, args, kwargs)
-        # Scores of attention are square: a classifier's softmax or a router's is not.
+        # Attention scores are square matrices; the softmax of a classifier or a router is not square.
         elif backend == "math" or (out.dim() > 2 and out.shape[-2] == out.shape[-1] > 1):
             self._add(AttentionRow(backend, tuple(out.shape), out.shape[-1], _name(out)), out.dtype)
 
@@ -152,7 +154,7 @@ class AttentionWatch:
         self._add(row, torch.float32 if query.dtype in HALF else query.dtype)
 
     def _add(self, row: AttentionRow, dtype: torch.dtype) -> None:
-        # [B, H, T, S]; without gradients no scores are saved for a backward pass.
+        # Scores have the shape [B, H, T, S]; with grad mode off, no scores are saved.
         num_scores = math.prod(row.shape[:-1]) * row.num_keys if torch.is_grad_enabled() else 0
         modules = tuple(filter(None, [self._path()]))
         self._calls.append(replace(row, score_bytes=num_scores * dtype.itemsize, modules=modules))
@@ -160,7 +162,7 @@ class AttentionWatch:
 
 @functools.cache
 def _backend_of(func: Any) -> str:
-    """Return the attention backend of an operation, or `softmax` if it may be attention; otherwise empty."""
+    """Return an operation's attention backend, `softmax` for a softmax of unknown use, or an empty string."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]
     if fused := FUSED.fullmatch(name):
         return fused[fused.lastindex or 0]
@@ -172,7 +174,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def warning_of(rows: Iterable[AttentionRow]) -> str:
-    """Return a warning if attention over many tokens is quadratic; otherwise empty.
+    """Return a warning if attention over `LONG` or more tokens is quadratic; otherwise an empty string.
 
     Example:
         >>> warning_of([AttentionRow("flash", (1, 2, 512, 4), 512, "float32", "causal")])

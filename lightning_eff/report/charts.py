@@ -1,9 +1,9 @@
 """Compute charts as plain data (coordinates, ticks, names), which `report.html.j2` draws as SVG.
 
-display.py draws the report's charts with it, and comparison/result_table.py a comparison's. Why no library:
-pygal writes a script and 10 kB of style into each chart. matplotlib adds tens of megabytes to every
-installation. leather needed more glue code than this module has. The names of lines are HTML below the chart,
-which wraps on a phone.
+display.py draws the charts of a report with this module, and comparison/result_table.py the chart of a
+comparison. Why no chart library: pygal writes a script and 10 kB of CSS into each chart. matplotlib adds tens
+of megabytes to every installation. The glue code for leather was longer than this module. The legend is HTML
+text below the chart, so that it wraps on a phone.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 from lightning_eff.report.history import Point
 
 LEFT, TOP, RIGHT, BOTTOM = 72, 8, 472, 184
-"""Edges of the plot in view box units; a letter is 14 high, which is readable on a phone."""
+"""Edges of the plot in units of the SVG view box; text is 14 units high, which is readable on a phone."""
 NUM_TICKS = 5
 LABEL_HEIGHT, NAME_LENGTH = 17, 24
-"""Height of a name next to a scatter's dots, in view box units, and its maximum characters."""
+"""Height in view box units, and maximum number of characters, of a dot's name in a scatter chart."""
 BASELINE_COLOR = 1
-"""Number of the baseline's colour in the template."""
+"""Index of the baseline's colour in the template."""
 Chart = dict[str, Any]
 
 
 class Series(NamedTuple):
-    """One line of a chart: finite points, at least two, and the number of its colour in the template."""
+    """One line of a chart, with at least two finite points; `color` is an index of the template's colours."""
 
     name: str
     points: Sequence[Point]
@@ -36,10 +36,10 @@ class Series(NamedTuple):
 
 
 class Scale:
-    """An axis: maps values to coordinates in the view box.
+    """An axis, which maps values to coordinates in the view box.
 
     Args:
-        values: Values to cover, from the smallest to the largest.
+        values: Values that the axis covers.
         begin: Coordinate of the smallest value.
         end: Coordinate of the largest value.
         is_extended: Whether to extend the axis to a tick at both ends.
@@ -70,7 +70,7 @@ class Scale:
         return round(self._begin + fraction * (self._end - self._begin), 1)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Return coordinate and text of each tick."""
+        """Return the coordinate and the text of each tick."""
         first, last = math.ceil(self._low / self._step - 1e-6), math.floor(self._high / self._step + 1e-6)
         values = [number * self._step for number in range(first, last + 1)]
         return [(self.place(value), f"{value:.10g}") for value in values]
@@ -86,7 +86,7 @@ def draw(
     lowest: float | None = None,
     marks: Mapping[float, str] = MappingProxyType({}),
 ) -> Chart:
-    """Return a chart of lines and areas on axes with units, the first series in front.
+    """Return a chart of lines and areas; the first series is drawn in front.
 
     Args:
         title: Title of the chart.
@@ -95,7 +95,7 @@ def draw(
         x_name: Name and unit of the horizontal axis.
         y_name: Name and unit of the vertical axis.
         lowest: Start of the vertical axis, unless a value is lower.
-        marks: Names of vertical lines, by their value on the horizontal axis.
+        marks: Text of each vertical line, by the line's value on the horizontal axis.
     """
     points = [point for each in series for point in each.points]
     heights = [y for _, y in points] + ([] if lowest is None else [lowest])
@@ -113,12 +113,12 @@ def draw(
 
 
 def stacked(steps: Sequence[float], values: Mapping[str, Sequence[float]]) -> list[Series]:
-    """Return stacked areas, the last of `values` on top; areas of only zeros are omitted."""
+    """Return stacked areas, with the last of `values` on top; an area is omitted if all its values are 0."""
     below, series = [0.0] * len(steps), list[Series]()
     for color, (name, heights) in enumerate(values.items()):
         if any(heights):
             above = [bottom + height for bottom, height in zip(below, heights, strict=True)]
-            # A closed outline: along the upper edge, and back along the lower edge.
+            # The outline runs along the upper edge, and back along the lower edge.
             edge = [*zip(steps, above, strict=True), *reversed([*zip(steps, below, strict=True)])]
             series.append(Series(name, edge, color, is_area=True))
             below = above
@@ -128,7 +128,7 @@ def stacked(steps: Sequence[float], values: Mapping[str, Sequence[float]]) -> li
 def scatter(
     title: str, caption: str, points: Mapping[str, Point], baseline: str, x_name: str, y_name: str
 ) -> Chart:
-    """Return a scatter chart of named dots; names are to its right, each connected to its dot by a line."""
+    """Return a scatter chart; a line connects each dot to its name on the right of the chart."""
     bottom = max(BOTTOM, LABEL_HEIGHT * len(points))
     x_scale = Scale([0.0, 1.0, *(x for x, _ in points.values())], LEFT, RIGHT, is_extended=True)
     y_scale = Scale([0.0, 1.0, *(y for _, y in points.values())], bottom, TOP, is_extended=True)
@@ -136,7 +136,8 @@ def scatter(
     chart["bottom"] = bottom
     label_y = -math.inf
     for number, (name, (x, y)) in enumerate(sorted(points.items(), key=lambda point: -point[1][1])):
-        # At the height of its dot if possible: below the previous name, and with space for all later names.
+        # Place a name at the height of its dot, unless it would overlap the previous name or leave no space
+        # for later names.
         last = bottom - LABEL_HEIGHT * (len(points) - 1 - number)
         label_y = min(max(y_scale.place(y), label_y + LABEL_HEIGHT), last)
         short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 3]}..."

@@ -1,8 +1,8 @@
-"""Show the content of `efficiency.json` as a verdict in words, as text for a terminal, and as HTML.
+"""Show the content of `efficiency.json` as a sentence, as text for a terminal, and as an HTML page.
 
-files.py, `EfficiencyReport` and the verbs `report` and `compare` call it. The page is `report.html.j2`,
-filled with one dictionary of plain values, charts included; Jinja escapes each value. The page has no scripts
-and loads no styles or pictures, so it opens without a network.
+files.py, `EfficiencyReport` and the verbs `report` and `compare` call this module. Jinja fills the template
+`report.html.j2` with one dictionary of plain values, which include the charts. Jinja escapes each value. The
+page has no scripts and loads no styles or pictures, so it opens without a network.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ FIGURES = {
 }
 """Label and format of each measured number, in the order shown."""
 MAX_ATTENTION_LINES = 4
-"""Lines of attention in the text; the page and the ledger have all."""
+"""Maximum number of attention lines in the terminal text; the page and the ledger list all calls."""
 MAX_LINES = 6
-"""Lines in one chart."""
+"""Maximum number of lines in one chart."""
 LEAST_SHARE = 0.005
-"""Fraction of a step below which a part is not shown."""
+"""Minimum fraction of a step that a part must take to be shown."""
 MAX_MODULE_WORDS = 3
-"""Modules in the text; the page and the ledger have `step_time.MAX_MODULES`."""
+"""Maximum number of modules in the terminal text; the page and the ledger list `step_time.MAX_MODULES`."""
 PART_NAMES = {
     FORWARD: "the forward pass", BACKWARD: "the backward pass", OPTIMIZER: "the optimizer",
     DATA: "the input (data wait, copy to the device)", OTHER: "the rest (callbacks, logging)",
 }  # fmt: skip
 LARGEST = 1e20
-"""Larger values are not drawn: a diverged loss would flatten the rest of the line."""
+"""Larger values are not drawn, because a diverged loss would flatten the rest of the line."""
 LINE_COLORS = [color for color in range(7) if color != BASELINE_COLOR]
 ADVICE = ("would save", "try", "what it acts on", "read")
 EMPTY_PAGE: Report = {
@@ -64,13 +64,13 @@ SERIES_CHARTS = (
     ("Learning rate", "learning_rate", "learning rate", "optimizer step"),
     ("Gradient norm", "gradient_norm", "gradient norm", "optimizer step"),
 )
-"""Title, series (or the beginning of their names), and names of the axes."""
+"""Title of each chart, name of its series (or their common prefix), y axis, and x axis."""
 CHARTED = ("losses", "series", "validation", "baseline")
 """Keys of the report that the page shows as charts, and omits from its raw JSON."""
 
 
 def key_figures(report: Report) -> list[tuple[str, str]]:
-    """Return labels and formatted values of all measured figures."""
+    """Return the label and the formatted value of each measured figure."""
     measured: Report = report["measured"]
     return [
         (label, show(measured[key]))
@@ -86,7 +86,7 @@ def run_verdict(report: Report) -> str:
     resumed = f"{first + 1} to {first + count}" if first and count else ""
     idle = [row["technique"] for row in report["ledger"] if row["status"] == "no effect"]
     no_effect = f" No effect: {', '.join(idle)}." if idle else ""
-    losses = [(step, float(loss)) for step, loss in report.get("losses") or ()]  # JSON has "nan" as text
+    losses = [(step, float(loss)) for step, loss in report.get("losses") or ()]  # NaN is text in JSON
     if losses and not math.isfinite(losses[-1][1]):
         last = next((step for step, loss in reversed(losses) if math.isfinite(loss)), 0)
         no_effect += f" The loss is {losses[-1][1]} after step {last}."
@@ -101,12 +101,12 @@ def run_verdict(report: Report) -> str:
 
 
 def baseline_verdict(report: Report) -> str:
-    """Compare a run to its baseline in one sentence; empty if nothing can be compared."""
+    """Return one sentence that compares a run to its baseline; empty if no figure can be compared."""
     baseline: Report = report.get("baseline") or {}
     ratios: dict[str, float] = {}
     for key in ("samples_per_s", "peak_bytes"):
         ours, theirs = report["measured"].get(key), baseline.get("measured", {}).get(key)
-        if all(isinstance(each, int | float) and each for each in (ours, theirs)):  # nan is text
+        if all(isinstance(each, int | float) and each for each in (ours, theirs)):  # NaN is text
             ratios[key] = ours / theirs
     if not ratios:
         return ""
@@ -121,7 +121,11 @@ def baseline_verdict(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Compare a run to its baseline in one sentence or, without one, name what dominates it."""
+    """Compare a run to its baseline in one sentence.
+
+    Without a baseline, the sentence names the part of a step that takes the most time, and the category that
+    takes the most memory.
+    """
     measured: Report = report["measured"]
     if report["status"] == "failed":
         return run_verdict(report)
@@ -145,7 +149,7 @@ def verdict(report: Report) -> str:
 
 
 def _largest(memory: Report) -> str:
-    """Return the largest holder at the peak, to follow the sizes of categories; empty if there is none."""
+    """Return text about the group of tensors with the most bytes at the peak; empty if no group is known."""
     holders = memory.get("holders")
     if not holders:
         return ""
@@ -154,7 +158,7 @@ def _largest(memory: Report) -> str:
 
 
 def report_text(report: Report) -> str:
-    """Return the report as a few lines for a terminal."""
+    """Return the report as text for a terminal."""
     lines = [f"Efficiency report of {report['title']}. {run_verdict(report)}"]
     shown = " | ".join(f"{label} {value}" for label, value in key_figures(report))
     lines += [f" {shown}"] if shown else []
@@ -179,7 +183,7 @@ def report_text(report: Report) -> str:
 
 
 def _time_lines(found: Report) -> list[str]:
-    """Return lines for a terminal: parts of a step, and the modules that take most of its forward pass."""
+    """Return text lines about the parts of a step, and about the slowest modules in its forward pass."""
     parts = ", ".join(f"{name} {share:.0%}" for name, share in _parts(found))
     modules = ", ".join(
         f"{row['path']} ({row['class']}) {row['share']:.0%}".replace(" ()", "")
@@ -190,13 +194,13 @@ def _time_lines(found: Report) -> list[str]:
 
 
 def _parts(found: Report) -> list[tuple[str, float]]:
-    """Return the parts of a step that take at least `LEAST_SHARE` of it."""
+    """Return the name and the fraction of each part that takes at least `LEAST_SHARE` of a step."""
     shares: Mapping[str, float] = found.get("parts", {})
     return [(PART_NAMES[name], share) for name, share in shares.items() if share >= LEAST_SHARE]
 
 
 def report_page(report: Report, config: str = "") -> str:
-    """Return the HTML page for the content of `efficiency.json`, with the run's config (YAML)."""
+    """Return the HTML page of a report; `config` is the run's config as YAML."""
     theirs = dict(key_figures(report["baseline"])) if report.get("baseline") else {}
     memory: Report = report.get("memory") or {}
     raw = {key: value for key, value in report.items() if key not in CHARTED}
@@ -225,10 +229,11 @@ def render_page(page: Mapping[str, Any]) -> str:
     """Return the HTML of a page.
 
     Args:
-        page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` has sentences and an
-            override, `figures` name, value and baseline value. `lead` has the tables before the charts,
-            `tables` the others, each with title, header and rows; a float in a row is a fraction, drawn as a
-            bar. `raw` is shown as JSON at the end.
+        page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` is a pair of sentences
+            and override. Each of `figures` is a name, a value and the baseline's value. `lead` has the tables
+            before the charts, and `tables` the tables after the charts. Each table is a title, a header and
+            rows. A float in a row is a fraction, which is drawn as a bar. `raw` is shown as JSON at the end
+            of the page.
 
     Example:
         >>> "a &lt; b" in render_page({"title": "a < b", "verdict": "fine"})
@@ -244,13 +249,13 @@ def render_page(page: Mapping[str, Any]) -> str:
 
 
 def notebook_frame(report: Report) -> str:
-    """Return the page for a notebook, in a frame, so that its style does not affect the notebook."""
+    """Return the page inside an iframe, so that the page's style does not affect the notebook."""
     page = html.escape(report_page(report))
     return f'<iframe srcdoc="{page}" sandbox style="width: 100%; height: 45rem; border: 0"></iframe>'
 
 
 def _failure(report: Report) -> tuple[Sequence[str], str] | None:
-    """Return the explanation and the override for a run that ended with an OOM error."""
+    """Return sentences that explain an OOM error, and overrides that would avoid it."""
     found: Report = report.get("out_of_memory") or {}
     sentences = list(found.get("sentences", ()))
     if snapshot := report.get("memory_snapshot"):
@@ -277,7 +282,7 @@ def _advice_rows(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def _tables(report: Report) -> list[tuple[str, Sequence[str], Sequence[Sequence[Any]]]]:
-    """Return title, header and rows of all non-empty tables."""
+    """Return the title, the header and the rows of each table that has rows."""
     memory: Report = report.get("memory") or {}
     techniques = [
         (row["technique"], row["status"], row["did"], "\n".join(f"{k}={v}" for k, v in row["asked"].items()))
@@ -328,7 +333,7 @@ def _holder_rows(held: Report) -> list[tuple[Any, ...]]:
 
 
 def _charts(report: Report) -> list[Chart]:
-    """Return charts of memory, speed and training over the run, each with the baseline's line."""
+    """Return charts of memory, speed and training over the run; each chart also draws the baseline's line."""
     baseline: Report = report.get("baseline") or {}
     series, theirs = (each.get("series", {}) for each in (report, baseline))
     validation, their_validation = (each.get("validation", {}) for each in (report, baseline))
@@ -347,7 +352,7 @@ def _charts(report: Report) -> list[Chart]:
             lines, compared = {"this run": validation[name]}, their_validation.get(name, ())
             drawn += _line_chart(f"Validation: {name}", name, lines, compared)
     for title, key, y_name, x_name in SERIES_CHARTS:
-        # With several optimizers: learning_rate, learning_rate_2, ...
+        # With several optimizers, the series are learning_rate, learning_rate_2, ...
         names = [name for name in series if name.startswith(key)][:MAX_LINES]
         lines = {"this run" if name == key else name.replace("_", " "): series[name] for name in names}
         drawn += _line_chart(title, y_name, lines, theirs.get(key, ()), x_name=x_name, lowest=0.0)
@@ -364,11 +369,11 @@ def _line_chart(
     size: float = 1.0,
     lowest: float | None = None,
 ) -> list[Chart]:
-    """Return a chart of lines and the baseline's line; its caption describes the first line in numbers.
+    """Return a chart of lines and the baseline's line; the caption states the range of the first line.
 
-    Values are in units of `size`. NaN and infinity, which are text in JSON, and values above `LARGEST` are
-    omitted, and so are lines with less than two points. The list is empty if the first line is omitted or
-    never changes.
+    Values are divided by `size`, the number of bytes in the chart's unit. NaN, infinity and values above
+    `LARGEST` are omitted. A line with fewer than two remaining points is omitted too. The list is empty if
+    the first line is omitted, or if all points have the same value.
     """
     drawn: list[Series] = []
     colored = [*zip(lines.items(), LINE_COLORS, strict=False), (("baseline", baseline), BASELINE_COLOR)]
@@ -384,7 +389,8 @@ def _line_chart(
     caption += f"lowest {min(values):.4g}, highest {max(values):.4g}"
     if lost := len(list(lines[first])) - len(values):
         caption += f"; {lost} point{'s' if lost > 1 else ''} not drawn"
-    # Lines with few points are in front, such as a validation loss; the baseline is behind all others.
+    # A line with few points, such as a validation loss, is drawn in front of longer lines. The baseline is
+    # drawn behind all lines.
     drawn.sort(key=lambda each: (each.color == BASELINE_COLOR, len(each.points)))
     shown = [each._replace(points=thinned(each.points)) for each in drawn]
     return [charts.draw(title, caption, shown, x_name, y_name, lowest=lowest)]
@@ -412,6 +418,6 @@ def _first_steps_chart(memory: Report) -> list[Chart]:
 
 
 def _byte_unit(largest: float) -> tuple[float, str]:
-    """Return the unit in which `human_bytes` shows a size: its bytes and its name."""
+    """Return the bytes and the name of the unit in which `human_bytes` shows a size."""
     unit = human_bytes(largest).split()[1]
     return UNITS.get(unit, 1), unit

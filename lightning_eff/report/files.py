@@ -1,7 +1,7 @@
 """Read and write the files of a run's report: `efficiency.json`, `report.html`, a memory snapshot.
 
-`EfficiencyReport` writes them, and `train` adds an OOM error. The verb `report` and the option `baseline`
-read them.
+`EfficiencyReport` writes these files, and the verb `train` adds the explanation of an OOM error. The verb
+`report` and the option `baseline` read `efficiency.json`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "env
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write both files; the page includes a recipe's composed config if the folder has it."""
+    """Write `efficiency.json` and `report.html`; the page shows the recipe's config if the folder has it."""
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / LEDGER_FILE, json.dumps(report, indent=1, allow_nan=False))
     write_page(folder, report)
 
 
 def labels(folder: Path) -> dict[str, Any]:
-    """Return `task_name` and `tags` of a recipe's run; empty for a run without a recipe."""
+    """Return `task_name` and `tags` from the config of a run; empty if the run has no recipe."""
     resolved = folder / RESOLVED
     found: Any = yaml.safe_load(resolved.read_text(encoding="utf-8")) if resolved.is_file() else None
     return {key: found.get(key) for key in ("task_name", "tags")} if isinstance(found, dict) else {}
 
 
 def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write the page, and return its path."""
+    """Write `report.html`, and return its path."""
     resolved, page = folder / RESOLVED, folder / PAGE_FILE
     config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
     _replace(page, report_page(report, config))
@@ -50,17 +50,17 @@ def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Replace a file atomically: other processes read it while a failed run's ranks are killed."""
+    """Replace a file atomically, because other processes read it while a failed run's ranks are killed."""
     part = file.with_suffix(f"{file.suffix}.part")
     try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # surrogates
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # for lone surrogates
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
 
 
 def add_out_of_memory(folder: Path, recipe: str, reason: str, found: Mapping[str, Any]) -> None:
-    """Add the largest tensors to a failed run's report; create a report if the run failed before it began."""
+    """Add the explanation of an OOM error to a run's report; create the report if it does not exist."""
     file = folder / LEDGER_FILE
     report: dict[str, Any] = {
         "title": run_title(folder, recipe, None), "status": "failed", "reason": reason, "num_steps": 0,
@@ -76,8 +76,8 @@ def read_report(file: Path, key: str) -> dict[str, Any]:
     """Read the `efficiency.json` of a run.
 
     Raises:
-        ConfigError: The file cannot be read, or comes from a version that this one cannot show. `key` is the
-            setting or option that named the run.
+        ConfigError: The file cannot be read, or lacks sections that this version shows. The error's key is
+            `key`, the setting or option that named the run.
     """
     try:
         report: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -93,13 +93,13 @@ def read_report(file: Path, key: str) -> dict[str, Any]:
 
 
 def read_baseline(path: StrPath) -> dict[str, Any]:
-    """Read title, figures and curves of another run's report.
+    """Read the title, the figures and the curves of another run's report.
 
     Args:
         path: The run's folder, or its `efficiency.json`.
 
     Raises:
-        ConfigError: There is no report; its key is `baseline`.
+        ConfigError: The path has no report; the error's key is `baseline`.
     """
     check_path("baseline", str(path))
     report = read_report(Path(path) / LEDGER_FILE if Path(path).is_dir() else Path(path), "baseline")
@@ -108,13 +108,14 @@ def read_baseline(path: StrPath) -> dict[str, Any]:
 
 
 def run_title(folder: Path, recipe: str, module: object) -> str:
-    """Return recipe and run (the folders below the recipe's); without a recipe, module and folder.
+    """Return a title with recipe and run folder or, without a recipe, with module class and run folder.
 
     Example:
         >>> run_title(Path("/home/outputs/lm/sweep_1/0"), "lm", None), run_title(Path("/home/run_2"), "", "a")
         ('lm, run sweep_1/0', 'str, run run_2')
     """
-    # FSDP2 replaces Net by a class FSDPNet(FSDPModule, Net). Compare names, to avoid importing FSDPModule.
+    # FSDP2 replaces the class Net by FSDPNet(FSDPModule, Net), but the title needs the original name. Names
+    # are compared, to avoid importing FSDPModule.
     kind = next(
         each for each in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in each.__mro__)
     )
@@ -124,10 +125,10 @@ def run_title(folder: Path, recipe: str, module: object) -> str:
 
 
 def write_snapshot(device: torch.device, folder: Path) -> bool:
-    """Write the allocator's blocks before an error frees them; return whether a snapshot was written."""
+    """Write a snapshot of the allocator's blocks before an error frees them; return whether it exists."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return allocator.write_snapshot(device, folder / SNAPSHOT_FILE)
-    except (OSError, RuntimeError, MemoryError) as error:  # the run's own error must be shown
+    except (OSError, RuntimeError, MemoryError) as error:  # must not hide the run's error
         rank_zero_info("no %s: %s", SNAPSHOT_FILE, root_cause_line(error))
         return False
