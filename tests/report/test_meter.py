@@ -115,4 +115,3 @@ def test_the_peak_of_an_allocator_is_used_if_it_has_one(
 )
 def test_samples_and_tokens_of_nested_batches(batch: object, expected: tuple[int, int]) -> None:
     assert samples_and_tokens(batch) == expected
-
