@@ -42,19 +42,11 @@ def labels(folder: Path) -> dict[str, Any]:
 
 
 def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Replace the page atomically, so that an earlier page stays until the new one is complete.
-
-    Returns the page's path.
-    """
+    """Write the page of a report; return its path."""
     resolved, page = folder / RESOLVED, folder / PAGE_FILE
     config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
-    content = report_page(report, config)
-    written = page.with_suffix(".html.part")
-    try:
-        written.write_text(content, encoding="utf-8", errors="backslashreplace")  # surrogates
-        written.replace(page)
-    finally:
-        written.unlink(missing_ok=True)
+    # Names of files may have surrogates, which UTF-8 cannot encode.
+    page.write_text(report_page(report, config), encoding="utf-8", errors="backslashreplace")
     return page
 
 
@@ -113,13 +105,9 @@ def run_title(folder: Path, recipe: str, module: object) -> str:
         >>> run_title(Path("/home/outputs/lm/sweep_1/0"), "lm", None), run_title(Path("/home/run_2"), "", "a")
         ('lm, run sweep_1/0', 'str, run run_2')
     """
-    # FSDP2 replaces Net by a class FSDPNet(FSDPModule, Net). Compare names, to avoid importing FSDPModule.
-    kind = next(
-        each for each in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in each.__mro__)
-    )
     parts = folder.resolve().parts
     below = parts[len(parts) - parts[::-1].index(recipe) :] if recipe in parts else ()
-    return f"{recipe or kind.__name__}, run {'/'.join(below) or parts[-1]}"
+    return f"{recipe or type(module).__name__}, run {'/'.join(below) or parts[-1]}"
 
 
 def write_snapshot(device: torch.device, folder: Path) -> bool:
