@@ -28,7 +28,7 @@ SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "env
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write both files; the page includes a recipe's composed config if the folder has it."""
+    """Write `efficiency.json` and the page, with the recipe's composed config if the folder has one."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LEDGER_FILE).write_text(json.dumps(report, indent=1, allow_nan=False))
     write_page(folder, report)
