@@ -42,11 +42,17 @@ def labels(folder: Path) -> dict[str, Any]:
 
 
 def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write the page of a report; return its path."""
+    """Write the page of a report; return its path. An earlier page stays until the new one is complete."""
     resolved, page = folder / RESOLVED, folder / PAGE_FILE
     config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
-    # Names of files may have surrogates, which UTF-8 cannot encode.
-    page.write_text(report_page(report, config), encoding="utf-8", errors="backslashreplace")
+    content = report_page(report, config)
+    written = page.with_suffix(".html.part")
+    try:
+        # Names of files may have surrogates, which UTF-8 cannot encode.
+        written.write_text(content, encoding="utf-8", errors="backslashreplace")
+        written.replace(page)
+    finally:
+        written.unlink(missing_ok=True)
     return page
 
 
