@@ -142,9 +142,10 @@ def test_every_command_is_accepted(empty_folder: Path, monkeypatch: pytest.Monke
             overrides = [each for each in options.overrides if not each.startswith("device")]
             found.append((overrides, words, options))
     accepted: set[tuple[str, str]] = set()
-    # The longest first: a command is composed only if it has an override that was not composed before.
+    # The longest first: a command is composed only for an option or a setting that was not composed before.
     for overrides, words, options in sorted(found, key=lambda each: -len(each[0])):
-        new = {(options.recipe, each) for each in overrides} | {(options.recipe, "")}
+        settings = [key if "." in (key := each.partition("=")[0]) else each for each in overrides]
+        new = {(options.recipe, each) for each in ["", *settings]}
         if new <= accepted:
             continue
         accepted |= new
