@@ -48,7 +48,7 @@ LONG = 512
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Equal calls of one backend: same shapes, dtype and mask.
+    """A group of equal attention calls: same backend, shapes, dtype and mask.
 
     Args:
         backend: `flash`, `efficient`, `cudnn`, `flex`, `varlen`, `math`, or `softmax`.

@@ -128,7 +128,7 @@ def stacked(steps: Sequence[float], values: Mapping[str, Sequence[float]]) -> li
 def scatter(
     title: str, caption: str, points: Mapping[str, Point], baseline: str, x_name: str, y_name: str
 ) -> Chart:
-    """Return a scatter chart of named dots; names are to its right, each connected to its dot by a line."""
+    """Return a scatter chart of named dots; lines connect the dots to their names, right of the plot."""
     bottom = max(BOTTOM, LABEL_HEIGHT * len(points))
     x_scale = Scale([0.0, 1.0, *(x for x, _ in points.values())], LEFT, RIGHT, is_extended=True)
     y_scale = Scale([0.0, 1.0, *(y for _, y in points.values())], bottom, TOP, is_extended=True)
@@ -136,7 +136,7 @@ def scatter(
     chart["bottom"] = bottom
     label_y = -math.inf
     for number, (name, (x, y)) in enumerate(sorted(points.items(), key=lambda point: -point[1][1])):
-        # At the height of its dot if possible: below the previous name, and with space for all later names.
+        # At the height of its dot, but below the previous name and with space left for all later names.
         last = bottom - LABEL_HEIGHT * (len(points) - 1 - number)
         label_y = min(max(y_scale.place(y), label_y + LABEL_HEIGHT), last)
         short = name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 3]}..."

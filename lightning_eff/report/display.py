@@ -145,7 +145,7 @@ def verdict(report: Report) -> str:
 
 
 def _largest(memory: Report) -> str:
-    """Return the largest holder at the peak, to follow the sizes of categories; empty if there is none."""
+    """Return the largest holder at the peak as the end of a sentence; empty if there is none."""
     holders = memory.get("holders")
     if not holders:
         return ""
@@ -179,7 +179,7 @@ def report_text(report: Report) -> str:
 
 
 def _time_lines(found: Report) -> list[str]:
-    """Return lines for a terminal: parts of a step, and the modules that take most of its forward pass."""
+    """Return lines for a terminal: the parts of a step, and the slowest modules of its forward pass."""
     parts = ", ".join(f"{name} {share:.0%}" for name, share in _parts(found))
     modules = ", ".join(
         f"{row['path']} ({row['class']}) {row['share']:.0%}".replace(" ()", "")

@@ -28,7 +28,7 @@ SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "env
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write both files; the page includes a recipe's composed config if the folder has it."""
+    """Write `efficiency.json` and the page, with the recipe's composed config if the folder has one."""
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / LEDGER_FILE, json.dumps(report, indent=1, allow_nan=False))
     write_page(folder, report)
@@ -42,7 +42,7 @@ def labels(folder: Path) -> dict[str, Any]:
 
 
 def write_page(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write the page, and return its path."""
+    """Write the page of a report, and return its path."""
     resolved, page = folder / RESOLVED, folder / PAGE_FILE
     config = resolved.read_text(encoding="utf-8") if resolved.is_file() else ""
     _replace(page, report_page(report, config))
@@ -114,13 +114,9 @@ def run_title(folder: Path, recipe: str, module: object) -> str:
         >>> run_title(Path("/home/outputs/lm/sweep_1/0"), "lm", None), run_title(Path("/home/run_2"), "", "a")
         ('lm, run sweep_1/0', 'str, run run_2')
     """
-    # FSDP2 replaces Net by a class FSDPNet(FSDPModule, Net). Compare names, to avoid importing FSDPModule.
-    kind = next(
-        each for each in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in each.__mro__)
-    )
     parts = folder.resolve().parts
     below = parts[len(parts) - parts[::-1].index(recipe) :] if recipe in parts else ()
-    return f"{recipe or kind.__name__}, run {'/'.join(below) or parts[-1]}"
+    return f"{recipe or type(module).__name__}, run {'/'.join(below) or parts[-1]}"
 
 
 def write_snapshot(device: torch.device, folder: Path) -> bool:
