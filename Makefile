@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-full test-random check docs pages messages notebooks format stubs setup clean
+.PHONY: run test test-full test-random check docs pages messages format stubs setup clean
 
 run: setup  ## train the main recipe, after some steps of it without techniques, and print what they did
 	before=outputs/baseline/$$(date +%Y-%m-%d_%H-%M-%S); \
@@ -42,9 +42,6 @@ pages: setup  ## frames and tables of docs/, after a technique, its YAML or a me
 
 messages: setup  ## tests/messages.md, after a message or a rule has changed
 	$(BIN)/python -m tests.test_messages
-
-notebooks: setup  ## the examples as notebooks, in build/notebooks/
-	$(BIN)/python -m tests.support.notebooks build/notebooks
 
 setup: .venv/setup.stamp  ## .venv with the tested versions; does nothing when they are there
 

@@ -38,11 +38,9 @@ SMALLEST = {
 """Arguments with which each script measures as little as possible."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "live_bytes" else [pytest.mark.slow]) for name in SMALLEST],
-)
+@pytest.mark.parametrize("name", SMALLEST)
 def test_a_script_prints_its_table_and_keeps_its_figures(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -282,8 +282,9 @@ def prepared(deep: Callable[..., Deep], cases: list[Case], dropout: float) -> De
 
 VARIANTS = {
     *("gradient_checkpointing every_n", "gradient_checkpointing offload", "durable", "auto bf16-true"),
+    "progress",
 }
-"""Slow pairs: another case of the same technique is in the quick pairs."""
+"""Slow pairs: another case of the same technique is in the quick pairs, or the technique only prints."""
 
 
 @pytest.mark.parametrize(

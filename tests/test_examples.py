@@ -1,10 +1,8 @@
-"""Every example runs, shows the promised effect, is short, and becomes a notebook."""
+"""Every example runs, shows the promised effect, and is a short script in percent format."""
 
 from __future__ import annotations
 
-import ast
 import itertools
-import json
 import re
 import runpy
 import subprocess
@@ -14,12 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import notebooks
 from tests.support.techniques import ROOT
-
-OF_ALL = {"cell_type", "id", "metadata", "source"}
-KEYS = {"markdown": OF_ALL, "code": OF_ALL | {"execution_count", "outputs"}}
-"""Keys that Jupyter's format 4.5 requires in a cell."""
 
 
 def shortened(name: str, steps: int) -> Path:
@@ -104,23 +97,13 @@ def test_two_devices_share_the_weights(empty_folder: Path) -> None:
 
 def test_each_example_is_short_has_a_test_and_a_row_and_states_how_to_install_it() -> None:
     here, page = Path(__file__).read_text(), (ROOT / "docs" / "examples.md").read_text()
-    for example in notebooks.EXAMPLES:
+    for example in sorted((ROOT / "examples").glob("*.py")):
         name, text = example.stem, example.read_text(encoding="utf-8")
         assert f'("{name}", ' in here, name
         assert f"| `examples/{name}.py` |" in page, name
         assert len(text.splitlines()) < 80, name
-        kind, first = next(notebooks.cells(text))
-        assert kind == "markdown"
+        first, _, code = text.partition("\n# %%\n")
+        assert first.startswith("# %% [markdown]\n")
+        assert code
         assert "pip install" in first
         assert "on two CPU cores" in first
-
-
-def test_notebooks_have_the_cells_of_the_scripts(tmp_path: Path) -> None:
-    written = notebooks.write(tmp_path / "new")
-    for path, example in zip(written, notebooks.EXAMPLES, strict=True):
-        found, script = json.loads(path.read_text(encoding="utf-8")), example.read_text(encoding="utf-8")
-        assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
-        assert all(cell.keys() == KEYS[cell["cell_type"]] for cell in found["cells"])
-        code = [cell["source"] for cell in found["cells"] if cell["cell_type"] == "code"]
-        assert ast.dump(ast.parse("\n".join(map("".join, code)))) == ast.dump(ast.parse(script))
-        assert len(found["cells"]) - len(code) == script.count("# %% [markdown]")

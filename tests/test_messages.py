@@ -235,6 +235,7 @@ def of_others(_: Iterable[str]) -> Messages:
 PRODUCERS: dict[str, Callable[[Iterable[str]], Messages]] = {
     "Commands": of_commands,
     "Settings": of_commands,
+    "More settings": of_commands,
     "Conflicts": of_commands,
     "Recipes": of_recipes,
     "Arguments": of_python,
@@ -279,7 +280,13 @@ def written(title: str, text: str) -> str:
     return "\n\n".join(parts)
 
 
-@pytest.mark.parametrize("title", PRODUCERS)
+SLOW = {"More settings"}
+"""Sections that only `make test-full` compares: each situation composes a recipe in 0.25 s."""
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[pytest.mark.slow] if title in SLOW else []) for title in PRODUCERS]
+)
 def test_users_read_what_the_file_says(title: str, empty_folder: Path) -> None:
     assert written(title, sections()[title]) == sections()[title], "make messages writes the file"
 

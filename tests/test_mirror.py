@@ -139,14 +139,15 @@ from lightning_eff import Loud
 from lightning_eff.cli import main
 from lightning_eff.comparison.trial_plan import changes_of, single_technique_trials
 from lightning_eff.config.composition import compose_recipe
+from lightning_eff.core.catalog import techniques_with
 from lightning_eff.planner.advice import candidates
 
 values = compose_recipe("baseline", sys.argv[1:]).values
 words = [each.words for each in candidates()]
-found = [single_technique_trials(values)["loud"], changes_of(values, ()), words]
+remedy = techniques_with("suggest")["callbacks/loud"].suggest(None).remedy
+found = [single_technique_trials(values)["loud"], changes_of(values, ()), words, remedy]
 print(json.dumps(found))
-run = ["train", "baseline", *sys.argv[1:], "--json"]
-for words in (["ls"], run, [*run, "+callbacks=loud"]):
+for words in (["ls"], ["train", "baseline", *sys.argv[1:], "--json", "+callbacks=loud"]):
     sys.stdout.flush()
     assert main(words) == 0
 """
@@ -165,14 +166,14 @@ def test_a_new_technique_is_its_files_and_nothing_else(tiny: list[str], tmp_path
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     listed = "\n".join(rest)
-    row, changes, candidates = json.loads(first)
+    row, changes, candidates, remedy = json.loads(first)
     assert row[0] == "callbacks=[exact_resume,loud]"
     assert "callbacks.loud.times=2" in row
     own = ["+callbacks=loud", "callbacks.loud.times=2"]
     assert own in changes
     assert own in candidates
     assert re.search(r"^ ?callbacks/loud +technique +Say hello\.", listed, re.MULTILINE)
-    assert "+callbacks=loud callbacks.loud.times=3" in listed, "the report advises it"
+    assert "Loud(times=3)" in remedy, "the report advises it"
     assert "said hello 1 times" in listed, "the report has what it did"
 
 

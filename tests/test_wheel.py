@@ -14,6 +14,7 @@ import pytest
 from tests.support.command_line import TINY
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,6 @@ def test_wheel_holds_configs_types_and_licence(wheel: Path) -> None:
     assert not any(name.startswith(("tests/", "conf/", "recipes/", "benchmarks/")) for name in names)
 
 
-@pytest.mark.slow
 def test_installed_wheel_trains_a_recipe_from_any_folder(
     wheel: Path, text_cache: Path, tmp_path: Path
 ) -> None:

@@ -113,7 +113,7 @@ class Progress(ProgressBar):
         has_total = total not in (float("inf"), -1)
         done = step - self._begin_step
         fields = [f"step {step}/{total:.0f}" if has_total else f"step {step}"]
-        # Linear in the steps of this run only: a resumed run did not spend time on earlier steps.
+        # Proportional to this run's steps: a resumed run did not spend time on earlier steps.
         if has_total and done:
             fields.append(f"{(now - self._begin_s) / done * (total - step):.0f} s left")
         for name, value in trainer.progress_bar_metrics.items():

@@ -114,14 +114,9 @@ def run_title(folder: Path, recipe: str, module: object) -> str:
         >>> run_title(Path("/home/outputs/lm/sweep_1/0"), "lm", None), run_title(Path("/home/run_2"), "", "a")
         ('lm, run sweep_1/0', 'str, run run_2')
     """
-    # FSDP2 replaces the class Net by FSDPNet(FSDPModule, Net), but the title needs the original name. Names
-    # are compared, to avoid importing FSDPModule.
-    kind = next(
-        each for each in type(module).__mro__ if all(base.__name__ != "FSDPModule" for base in each.__mro__)
-    )
     parts = folder.resolve().parts
     below = parts[len(parts) - parts[::-1].index(recipe) :] if recipe in parts else ()
-    return f"{recipe or kind.__name__}, run {'/'.join(below) or parts[-1]}"
+    return f"{recipe or type(module).__name__}, run {'/'.join(below) or parts[-1]}"
 
 
 def write_snapshot(device: torch.device, folder: Path) -> bool:

@@ -81,10 +81,10 @@ class Probe:
 
 
 class Throughput:
-    """Durations of training batches, without untypical ones.
+    """Durations of training batches; counted batches and the warm-up are left out.
 
-    Call `finish_batch` at the end of each batch, and `restart` after anything that does not belong to a
-    batch's time (validation).
+    Call `finish_batch` at the end of each batch, and `restart` after anything that is not part of a batch,
+    such as validation.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Throughput:
         self.num_samples = 0
         self.num_tokens = 0
         self.first_batch_s = 0.0
-        """Duration of the longest batch left out, which includes compilation."""
+        """Duration of the longest batch that was left out; it includes compilation."""
         self._mark_s = time.perf_counter()
 
     def restart(self) -> None:
@@ -106,7 +106,7 @@ class Throughput:
     def finish_batch(
         self, num_samples: int, num_tokens: int, wait_s: float, *, left_out: bool = False
     ) -> None:
-        """Record a batch that started at the end of the previous one, or at `restart`."""
+        """Record a batch that started at the end of the previous batch, or at `restart`."""
         now = time.perf_counter()
         batch_time_s, self._mark_s = now - self._mark_s, now
         if left_out:

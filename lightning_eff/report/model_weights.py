@@ -56,8 +56,7 @@ class ModelWeights:
         block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
         found: list[Weight] = []
         for p in model.parameters():
-            # A tensor that is in the state twice counts once. Scalars (step counts) are replicated: skip
-            # them.
+            # A tensor that is in the state twice counts once. Scalars (step counts) are replicated: skip.
             state = {id(each): each for each in tensors_in(optimizer and optimizer.state.get(p))}
             found.append(
                 Weight(

@@ -52,7 +52,7 @@ class ModuleTracker:
         self._entered, self._left = entered, left
         self.phase = FORWARD
         self.is_recomputing = False
-        """Whether a forward pass runs inside the backward pass; grad mode is on only in the former."""
+        """Whether a forward pass runs inside the backward pass; only then is grad mode on there."""
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._by_sequence_number: dict[int, str] = {}

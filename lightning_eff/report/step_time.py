@@ -39,7 +39,7 @@ from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 OPTIMIZER, DATA, OTHER = "optimizer", "data", "other"
 PARTS = (FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER)
 PRODUCTS, POINTWISE = "matrix products", "pointwise operations"
-"""Kinds of operations; every computation except products and recurrent layers is of the second kind."""
+"""Kinds of operations; pointwise operations include reductions and all others except recurrent layers."""
 METHODS = {
     "training_step": FORWARD, "backward": BACKWARD, "optimizer_step": OPTIMIZER, "batch_to_device": DATA,
 }  # fmt: skip
@@ -312,7 +312,7 @@ class StepTimes:
 
 
 def _operation_figures(timeline: Timeline, batch_s: float) -> dict[str, Any]:
-    """Return the fraction of a batch's time by kind of operation, and operations' number and mean time."""
+    """Return the fraction of a batch's time by kind of operation, their number, and their mean time."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for (_, kind), value in timeline.seconds().items():
         seconds[kind] += value if kind else 0.0

@@ -205,14 +205,14 @@ def test_closed_in_the_middle_of_a_batch_it_leaves_nothing(clock: Clock) -> None
 
 def fit(model: pl.LightningModule, folder: Any, *callbacks: Any, loader: Any = None, **keywords: Any) -> Any:
     report = EfficiencyReport(dirpath=folder)
-    keywords = {"max_steps": 30} | keywords
+    keywords = {"max_steps": 20} | keywords
     make_trainer(callbacks=[report, *callbacks], **keywords).fit(model, loader or make_loader())
     return report.report["time"]
 
 
 LOOPS: dict[str, tuple[Callable[[], dict[str, Any]], int, int]] = {
-    "accumulation by the Trainer": (lambda: {"accumulate_grad_batches": 2}, 2, 1),
-    "accumulation": (lambda: {"callbacks": GradientAccumulation(num_batches=5)}, 5, 1),
+    "accumulation by the Trainer": (lambda: {"accumulate_grad_batches": 2, "max_steps": 12}, 2, 1),
+    "accumulation": (lambda: {"callbacks": GradientAccumulation(num_batches=5), "max_steps": 8}, 5, 1),
     "micro-batches": (lambda: {"callbacks": MicroBatch(micro_batch_size=2)}, 1, 2),
 }
 
@@ -232,7 +232,7 @@ def test_each_loop_has_all_parts(loop: str, tmp_path: Any) -> None:
 
 
 def test_steps_that_the_module_takes_itself_have_all_parts(tmp_path: Any) -> None:
-    found = fit(GAN(), tmp_path, loader=Numbers().train_dataloader(), max_steps=60)
+    found = fit(GAN(), tmp_path, loader=Numbers().train_dataloader(), max_steps=40)
     assert min(found["parts"].values()) > 0
     assert {"generator.*", "discriminator.*"} <= {row["path"] for row in found["modules"]}
 

@@ -27,7 +27,7 @@ def token_rows(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
 
 
 class LanguageModel(pl.LightningModule):
-    """A language model of two layers; the loss is a mean over tokens; if `weighted`, it returns their number."""
+    """A language model of two layers; the loss is a mean over tokens; `weighted` adds their number."""
 
     def __init__(self, weighted: bool) -> None:
         super().__init__()
