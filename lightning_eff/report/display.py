@@ -378,6 +378,7 @@ def _line_chart(
     drawn: list[Series] = []
     colored = [*zip(lines.items(), LINE_COLORS, strict=False), (("baseline", baseline), BASELINE_COLOR)]
     for (name, given), color in colored:
+        # Comparing with LARGEST also drops NaN and infinity, which JSON stores as text.
         points: list[Point] = [(float(x), float(y) / size) for x, y in given if abs(float(y)) < LARGEST]
         if len(points) > 1:
             drawn.append(Series(name, points, color))

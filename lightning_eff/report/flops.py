@@ -1,11 +1,12 @@
-"""Count the FLOPs of every operation, and detect its attention.
+"""Count the FLOPs of every operation, and detect attention calls.
 
-`Probe` (meter.py) counts with it on GPUs and for compiled models, and recording.py uses `flops_of`. The
-formulas are PyTorch's own (`torch.utils.flop_counter.flop_registry`): matrix products, convolutions and
-attention; a multiply-add counts as two. The registry lacks attention's CPU kernel and products that are added
-in place (torch 2.13), so they are defined here. Not counted: operations without a formula (fused recurrent
-layers), and everything under `inference_mode`, where composite operations are not decomposed. Why not
-`FlopCounterMode`: flex attention raises inside it, and its module hooks add nodes to the measured graph.
+`Probe` (meter.py) uses `FlopCount` on GPUs and for compiled models; recording.py uses `flops_of`. The
+formulas for matrix products, convolutions and attention are PyTorch's own
+(`torch.utils.flop_counter.flop_registry`). A multiply-add counts as two FLOPs. This module adds formulas that
+the registry lacks in torch 2.13, for attention's CPU kernel and for in-place products such as `addmm_`.
+Operations without a formula, such as fused recurrent layers, are not counted. Under `inference_mode` nothing
+is counted, because composite operations are not decomposed. Why not `FlopCounterMode`: flex attention raises
+inside that mode, and the mode's module hooks add nodes to the measured autograd graph.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from lightning_eff.report.module_tracker import ModuleTracker
 
 
 class FlopCount(InfraMode):
-    """Count the floating-point operations of everything that runs inside.
+    """Count the floating-point operations that run inside the `with` block.
 
     Args:
-        is_compiled: Whether a part of the model is compiled. If so, only fused attention is detected and
-            nothing is counted, because a compiled graph dispatches few of its operations.
+        is_compiled: Whether a part of the model is compiled. If True, no FLOPs are counted and only fused
+            attention is detected, because a compiled graph dispatches few of its operations.
 
     Example:
         >>> with FlopCount() as count:
@@ -45,11 +46,11 @@ class FlopCount(InfraMode):
         self._is_compiled = is_compiled
         self._tracker = ModuleTracker()
         self.attention = AttentionWatch(lambda: self._tracker.path)
-        """Collects attention calls from the same operations."""
+        """Collects the attention calls among these operations."""
 
     def begin(self, _batch: object, module: nn.Module, _optimizers: object) -> AbstractContextManager[None]:
         """Track the modules of a model during a batch, to name the modules that call attention."""
-        # The compiler would trace the hooks, and recompile when they are removed.
+        # The compiler would trace the hooks, and recompile after their removal.
         return nullcontext() if self._is_compiled else self._tracker.follow(module)
 
     @override
@@ -63,7 +64,7 @@ class FlopCount(InfraMode):
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the FLOPs of a call, given `__torch_dispatch__`'s arguments and the result; 0 if unknown."""
+    """Return the FLOPs of a dispatched call, from its arguments and its result; 0 without a formula."""
     formula = _formula_of(func)
     if formula is None:
         return 0
@@ -80,7 +81,7 @@ def _formula_of(func: Any) -> Callable[..., int] | None:
 
 
 def _ungrouped(args: Any) -> list[Any]:
-    """Return the operands' shapes with as many key as query heads: torch 2.11 cannot count grouped heads."""
+    """Return the operands' shapes with one number of heads, since torch 2.11 cannot count grouped heads."""
     shapes = [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
     with_heads = [shape for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4]
     num_heads = max((shape[1] for shape in with_heads), default=0)

@@ -1,6 +1,6 @@
-"""Collect values of a run by optimizer step, for the charts of its page.
+"""Collect a run's values by optimizer step, for the charts of the report's page.
 
-`EfficiencyReport` keeps `Losses` and `Validation`; `LoggedFigures` (logged.py) keeps a `History`.
+`EfficiencyReport` has a `Losses` and a `Validation`; `LoggedFigures` (logged.py) has a `History`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 NUM_POINTS = 240
-"""Maximum points of a series; a screen cannot resolve more."""
+"""Maximum number of points in a series, since a screen cannot resolve more points."""
 NUM_LOSSES = 2048
-"""Maximum points of the training loss, which `compare` reads step by step."""
+"""Maximum number of points of the training loss, which `compare` compares step by step."""
 NUM_PENDING = 128
 """Number of losses that stay on their device until one transfer reads all of them."""
 Point = tuple[float, float]
 
 
 def thinned(points: Sequence[Point], num_points: int = NUM_POINTS) -> list[Point]:
-    """Return at most `num_points` points: the mean of every k consecutive points, at their last step.
+    """Average every k consecutive points, so that at most `num_points` remain; a mean has its last step.
 
     Example:
         >>> thinned([(1, 4.0), (2, 2.0), (3, 1.0)], 2)
@@ -35,7 +35,7 @@ def thinned(points: Sequence[Point], num_points: int = NUM_POINTS) -> list[Point
 
 
 class History:
-    """Series of values by name.
+    """Named series of values, each by step.
 
     Example:
         >>> history = History()
@@ -49,7 +49,7 @@ class History:
         self._values: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, name: str, step: int, value: float) -> None:
-        """Add a value; its step must not precede earlier ones."""
+        """Add a value; `step` must not be smaller than the series' previous step."""
         if name not in self._values:
             self._values[name] = array("q"), array("d")
         steps, values = self._values[name]
@@ -57,12 +57,12 @@ class History:
         values.append(value)
 
     def series(self) -> dict[str, list[Point]]:
-        """Return the points of each series."""
+        """Return the points of each series, thinned to `NUM_POINTS`."""
         return {name: thinned(list(zip(*pair, strict=True))) for name, pair in self._values.items()}
 
 
 class Validation(History):
-    """The metrics of each validation: metrics that first appeared while a validation ran."""
+    """History of the validation metrics, which are all metrics that first appeared during a validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class Validation(History):
         self._before: set[str] = set()
 
     def begin(self, metrics: Mapping[str, Any]) -> None:
-        """Store the names of existing metrics, before a validation."""
+        """Store the names of the metrics that exist before a validation."""
         self._before = set(metrics)
 
     def end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the validation's metrics, after it has run."""
-        # From the second validation on, its metrics exist before it, so remember their names.
+        """Add the metrics of a validation that has ended."""
+        # Remember the names, because the metrics already exist before the second validation.
         self._names |= metrics.keys() - self._before
         for name in metrics:
             if name in self._names:
@@ -83,7 +83,7 @@ class Validation(History):
 
 
 class Losses:
-    """Training loss by optimizer step: the mean over the step's batches, without waiting for the device.
+    """Mean training loss of each optimizer step, collected without waiting for the device.
 
     Example:
         >>> losses = Losses()
@@ -104,7 +104,7 @@ class Losses:
         Args:
             step: Optimizer step that the batch belongs to, counted from 1.
             outputs: Outputs that Lightning passes to `on_train_batch_end`.
-            times: Divisor of the loss, which is undone.
+            times: Factor that undoes Lightning's division of the loss.
         """
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -118,7 +118,7 @@ class Losses:
             self._read_pending()
 
     def curve(self) -> list[Point]:
-        """Return steps and losses; a point of a long run is the mean of several steps."""
+        """Return points of step and loss; in a long run, each point is the mean of several steps."""
         self._read_pending()
         pairs = zip(self._steps, self._values, strict=True)
         by_step = [

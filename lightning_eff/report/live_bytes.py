@@ -1,10 +1,10 @@
 """Count the live bytes of a step, on a device without allocator statistics.
 
-recording.py extends it to keep every event. A dispatch mode inspects each operation's results. A new storage
-adds its bytes, and subtracts them when it is garbage-collected. So tensors that share memory count once, and
-every run gives the same count to the byte. Two things are not counted: memory that an operation allocates and
-frees internally, and a storage that is resized outside of an operation. Meta tensors have no memory and are
-skipped.
+`Recorder` (recording.py) extends `LiveBytes` to keep every event. A dispatch mode inspects each operation's
+results. The count grows by the bytes of a new storage, and shrinks when the storage is garbage-collected. So
+tensors that share a storage count once, and every run gives the same count to the byte. The count misses
+memory that an operation allocates and frees internally, and the resize of a storage outside of an operation.
+Meta tensors have no memory and are skipped.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing_extensions import override
 
 
 class InfraMode(TorchDispatchMode):
-    """Base of dispatch modes that only observe; flex attention, which compiles itself, accepts them."""
+    """Base of dispatch modes that observe operations without changing them; flex attention accepts them."""
 
     supports_higher_order_operators = True
 
     @classmethod
     @override
     def is_infra_mode(cls) -> bool:
-        """Return True: flex attention rejects any other mode (torch 2.13)."""
+        """Return True, because flex attention rejects all other modes (torch 2.13)."""
         return True
 
 
 class LiveBytes(InfraMode):
-    """Count live bytes, and their maximum, while operations run inside.
+    """Count live bytes, and their maximum, while operations run inside the `with` block.
 
     Example:
         >>> x = torch.zeros(1024)
@@ -55,7 +55,7 @@ class LiveBytes(InfraMode):
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def add(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that were made elsewhere; skip values that are not tensors."""
+        """Count the storages of tensors; skip values that are not tensors."""
         for tensor in tensors:
             if hasattr(type(tensor), "__tensor_flatten__"):
                 self.add(tensors_in(tensor))  # a wrapper subclass: its own storage has a size but no memory
@@ -64,13 +64,14 @@ class LiveBytes(InfraMode):
                 # torch returns the same Python object while a storage lives, so id() identifies it.
                 key, num_bytes = id(storage), storage.nbytes()
                 if key not in self._alive:
-                    # `.device` of a fake tensor would dispatch an operation; `fake_device` has the answer.
+                    # Reading `.device` of a fake tensor dispatches an operation; reading `fake_device` does
+                    # not.
                     if (getattr(tensor, "fake_device", None) or tensor.device).type == "meta":
                         continue
-                    # A weak reference: the storage still dies with its last tensor.
+                    # The reference is weak, so the storage is still freed with its last tensor.
                     reference = weakref.ref(storage, lambda _, key=key: self.on_change(key, None))
                     self._alive[key] = (reference, 0)
-                    # The shape of a view, or of a nested tensor, is not the storage's.
+                    # The shape of a view or of a nested tensor does not describe the full storage.
                     is_whole = not tensor.is_nested and tensor.nbytes == num_bytes
                     self.on_change(key, num_bytes, tuple(tensor.shape) if is_whole else ())
                 elif num_bytes != self._alive[key][1]:
@@ -78,7 +79,7 @@ class LiveBytes(InfraMode):
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def on_change(self, key: int, num_bytes: int | None, shape: tuple[int, ...] = ()) -> None:  # noqa: ARG002
-        """Count a storage that is new, resized, or freed (None); `key` identifies it until it is freed."""
+        """Count a new, resized or freed storage, named by `key`; `num_bytes` is None if it is freed."""
         reference, before = self._alive.pop(key)
         self.now_bytes += (num_bytes or 0) - before
         if num_bytes is not None:
@@ -94,7 +95,7 @@ class LiveBytes(InfraMode):
 def state_bytes(optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes of an optimizer's state by device type.
 
-    It includes tensors inside quantized tensors and inside a library's state objects.
+    The bytes include tensors inside quantized tensors and inside a library's state objects.
 
     Example:
         >>> layer = torch.nn.Linear(4, 2)
@@ -111,7 +112,7 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
 
 
 def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Yield the plain tensors in a value: in containers, quantized tensors and objects' attributes."""
+    """Yield all plain tensors in a value, also inside containers, quantized tensors and attributes."""
     if id(value) in seen:
         return
     seen |= {id(value)}
@@ -121,7 +122,7 @@ def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tenso
             yield value
         else:
             inner = [getattr(value, name) for name in flatten()[0]]
-            # torch 2.13 also lists a DTensor's mesh, whose only tensor is its ranks: skip it.
+            # Skip a DTensor's mesh, which torch 2.13 also lists: the mesh has a tensor of rank numbers.
             yield from tensors_in([each for each in inner if isinstance(each, Tensor)], seen)
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:

@@ -1,8 +1,9 @@
 """Send a run's figures to its loggers as `eff/...`, every `log_every_n_steps` optimizer steps.
 
-`EfficiencyReport` calls it. The run's page shows the same learning rate and norm, and memory, which is read
-at most ten times a second. Nothing that the meter measures is measured again. The gradient norm is computed
-only in steps that are logged; there Lightning waits for the device anyway, to log the loss.
+`EfficiencyReport` calls `LoggedFigures`. The report's page charts the learning rate, the gradient norm and
+the memory. Memory is read at most ten times a second. The other figures come from the meter, without a second
+measurement. The gradient norm is computed only in steps that are logged. In these steps Lightning waits for
+the device anyway, to log the loss.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from lightning_eff.report.history import History
 from lightning_eff.report.meter import Meter
 
 WITH_GRADIENTS = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
-"""Strategies whose `.grad` is the full gradient, or a DTensor of it."""
+"""Strategies under which a parameter's `.grad` is the full gradient, or a DTensor of the full gradient."""
 MIB = 2**20
 MEMORY_INTERVAL_S = 0.1
 """Minimum time between two readings, since reading the allocator's statistics takes 0.1 ms."""
 
 
 class LoggedFigures:
-    """Logs figures; call `begin_step` before each optimizer step, and `end_batch` after each batch.
+    """Sends figures to loggers; call `begin_step` before each optimizer step, `end_batch` after each batch.
 
-    All ranks must call both, because the norm of a sharded gradient is a collective.
+    All ranks must call both methods, because the norm of a sharded gradient needs a collective.
     """
 
     def __init__(self, trainer: pl.Trainer, meter: Meter) -> None:
@@ -46,7 +47,7 @@ class LoggedFigures:
         """Learning rate, gradient norm and bytes of memory, by optimizer step."""
         self._meter = meter
         self._memory_due_s = 0.0
-        # Lightning 2.6 does not declare the attribute. 0 means never.
+        # Lightning 2.6 does not declare `log_every_n_steps`. With 0, nothing is logged.
         self._every_n_steps: int = getattr(trainer, "log_every_n_steps", 0) if trainer.loggers else 0
         self._last_step = trainer.global_step
         self._num_batches = self._num_samples = self._num_tokens = 0
@@ -55,7 +56,7 @@ class LoggedFigures:
         self._has_given_reason = False
 
     def begin_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        """Store the learning rate of the coming step and, if the step will be logged, its gradient norm."""
+        """Store the next step's learning rate and, if the next step will be logged, its gradient norm."""
         every, step = self._every_n_steps, trainer.global_step + 1
         is_due = bool(every) and step % every == 0
         optimizers, name = trainer.optimizers, "learning_rate"
@@ -66,7 +67,7 @@ class LoggedFigures:
         if not isinstance(rate, Tensor):
             self.history.add(name, step, rate)
             self._rates[name] = rate
-        elif is_due or (every and len(optimizers) > 1):  # a scheduler changes it in place
+        elif is_due or (every and len(optimizers) > 1):  # a scheduler changes the tensor in place
             self._rates[name] = rate.detach().clone()
         if not is_due:
             return
@@ -80,7 +81,7 @@ class LoggedFigures:
             rank_zero_info("eff/gradient_norm is not logged: %s", reason)
 
     def end_batch(self, trainer: pl.Trainer, step: int) -> None:
-        """Read the memory every `MEMORY_INTERVAL_S`, and log if a step that is due has ended.
+        """Read the memory every `MEMORY_INTERVAL_S`, and log the figures every `log_every_n_steps` steps.
 
         Args:
             trainer: The Trainer whose loggers get the figures.
@@ -110,7 +111,7 @@ class LoggedFigures:
             logger.log_metrics(figures, step=step)
 
     def _measured(self, world_size: int) -> dict[str, float]:
-        """Return the figures of the timed batches since the last call; rates cover all ranks."""
+        """Return figures of the batches timed since the last call; samples/s and tokens/s cover all ranks."""
         throughput = self._meter.throughput
         times_s = throughput.batch_times_s[self._num_batches :]
         waits_s = throughput.waits_s[self._num_batches :]
@@ -130,9 +131,9 @@ class LoggedFigures:
 
 
 def norm_of(gradients: Iterable[Tensor]) -> float | None:
-    """Return the 2-norm of all gradients, before clipping; None if there are none.
+    """Return the total 2-norm of the gradients, before clipping; None without gradients.
 
-    It is a collective if a gradient is sharded: then every rank must call it.
+    For sharded gradients the norm needs a collective, so every rank must call this function.
 
     Example:
         >>> norm_of([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])
@@ -150,7 +151,7 @@ def norm_of(gradients: Iterable[Tensor]) -> float | None:
 
 
 def _no_norm(trainer: pl.Trainer) -> str:
-    """Return the reason that the gradient norm is unknown; empty if it is known."""
+    """Return why the gradient norm cannot be computed; empty if the norm can be computed."""
     if len(trainer.optimizers) > 1:
         return "several optimizers take steps of their own"
     if isinstance(trainer.strategy, WITH_GRADIENTS):

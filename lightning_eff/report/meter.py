@@ -1,10 +1,10 @@
-"""Measure one fit: time and throughput of its batches, FLOPs, peak memory, wait for data.
+"""Measure the batch times, throughput, FLOPs, peak memory and data wait of one fit.
 
-`EfficiencyReport` creates a `Meter` for each fit; predict.py uses `Probe` alone. `Probe` counts the first
-batches exactly: operations, and live bytes if no allocator counts them. Counting slows a batch down, so it
-stops after the first batch, whose operations all batches repeat. On a CPU it stops after two optimizer steps:
-starting with the second step, parameters, gradients, optimizer state and activations are alive at once.
-Counting does not change the training. The parts of a step are timed later, in typical batches (step_time.py).
+`EfficiencyReport` creates a `Meter` for each fit; predict.py uses only a `Probe`. `Probe` counts every
+operation of the first batches and, on a CPU, every live byte. Counting slows a batch down, so it stops after
+the first batch; later batches repeat the same operations. On a CPU, counting stops after two optimizer steps.
+From the second step on, parameters, gradients, optimizer state and activations are alive at once. Counting
+does not change the training. The parts of a step are timed later, in batches at normal speed (step_time.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from lightning_eff.report.step_time import DATA, StepTimes
 FETCH_METHODS = "_on_before_fetch", "_on_after_fetch"
 """Methods that Lightning 2.6's epoch loop calls before and after it waits for the next training batch."""
 LEAST_WAIT = 0.05
-"""Fraction of a mean batch time that the longest data wait must exceed to be charted."""
+"""Fraction of the mean batch time. Data waits are charted if the longest wait exceeds this fraction."""
 INTEGERS = {torch.int64, torch.int32}
 
 
 class Probe:
-    """Count from `begin` to `end` of each batch, until `is_done`.
+    """Counts operations or bytes from `begin` to `end` of each batch, until `is_done`.
 
     Args:
-        count: A `Recorder` counts two full optimizer steps; a `FlopCount` only the first batch.
+        count: A `Recorder`, which counts two full optimizer steps, or a `FlopCount`, which counts the first
+            batch.
     """
 
     def __init__(self, count: Recorder | FlopCount) -> None:
@@ -60,7 +61,7 @@ class Probe:
         """Return whether counting is finished after `steps` optimizer steps of this fit."""
         if not isinstance(self._count, Recorder):
             return self.num_batches > 0
-        # Two batches too: with several steps per batch, the second batch holds state and activations at once.
+        # If a batch takes several steps, only the second batch holds optimizer state and activations at once.
         return steps >= 2 and self.num_batches >= 2
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
@@ -81,22 +82,22 @@ class Probe:
 
 
 class Throughput:
-    """Durations of training batches; counted batches and the warm-up are left out.
+    """Durations of training batches, without the counted batches and the warm-up.
 
-    Call `finish_batch` at the end of each batch, and `restart` after anything that is not part of a batch,
-    such as validation.
+    Call `finish_batch` at the end of each batch. Call `restart` after work that is not part of a batch, such
+    as validation.
     """
 
     def __init__(self) -> None:
         self.batch_times_s = array("d")
         self.waits_s = array("d")
-        """Seconds of each duration that were a wait for data."""
+        """Seconds that each batch waited for data."""
         self.samples = array("q")
-        """Samples of each batch."""
+        """Number of samples in each batch."""
         self.num_samples = 0
         self.num_tokens = 0
         self.first_batch_s = 0.0
-        """Duration of the longest batch that was left out; it includes compilation."""
+        """Duration of the longest batch that was left out, which includes compilation."""
         self._mark_s = time.perf_counter()
 
     def restart(self) -> None:
@@ -128,7 +129,7 @@ class Throughput:
         return {
             "batch_time_s": median_s,
             "batch_time_p90_s": p90_s,
-            # Of the sum of all times: a mean of each batch's rate would favour small batches.
+            # Divide the sums, because a mean of the batches' rates would favour small batches.
             "samples_per_s": self.num_samples / total_s,
             "tokens_per_s": self.num_tokens / total_s if self.num_tokens else None,
             "data_wait_share": min(1.0, sum(self.waits_s) / total_s),
@@ -136,11 +137,11 @@ class Throughput:
         }
 
     def series(self) -> dict[str, Any]:
-        """Return samples/s and the data wait in ms by timed batch, or by several batches in a long run."""
+        """Return points of samples/s and of data wait (ms), for each timed batch or each group of batches."""
         times_s, samples, waits_s = (
             thinned(list(enumerate(values, 1))) for values in (self.batch_times_s, self.samples, self.waits_s)
         )
-        # Mean samples divided by mean time is the rate of the stretch; a mean of rates would not be.
+        # The rate over several batches is mean samples / mean time, which differs from the mean of rates.
         rates = [(n, count / s) for (n, s), (_, count) in zip(times_s, samples, strict=True) if s > 0.0]
         total_s = sum(self.batch_times_s)
         has_waited = max(self.waits_s, default=0.0) * len(self.waits_s) > LEAST_WAIT * total_s
@@ -151,12 +152,11 @@ class Throughput:
 class DataWait:
     """Measures the time that the training loop waits for its next batch.
 
-    Why not the Trainer's profiler, which times the same action: it also has 30 other actions per step, and
-    would slow down each of them.
+    Why not the Trainer's profiler: it would also time 30 other actions per step, and slow down each action.
 
     Args:
-        epoch_loop: The loop whose `FETCH_METHODS` are wrapped; it reads them when an epoch begins.
-        times: Also receives the waits, while it measures.
+        epoch_loop: The loop whose `FETCH_METHODS` are wrapped; Lightning looks them up when an epoch begins.
+        times: Also receives the waits during its measurements; None if parts of a step are not timed.
     """
 
     def __init__(self, epoch_loop: Any, times: StepTimes | None) -> None:
@@ -182,26 +182,27 @@ class DataWait:
             self._patches.enter_context(patch.object(epoch_loop, name, method))
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds of data wait since the last call."""
         wait_s, self.wait_s = self.wait_s, 0.0
         return wait_s
 
     def close(self) -> None:
-        """Restore the loop; a second call does nothing."""
+        """Restore the loop's methods; a second call does nothing."""
         self._patches.close()
 
 
 class Meter:
-    """Measures from construction to `close`; call `begin_batch` and `end_batch` around every batch.
+    """Measures a fit from construction to `close`; call `begin_batch` and `end_batch` around every batch.
 
     Args:
         device: Device of the model.
         epoch_loop: The Trainer's epoch loop, which waits for data.
-        num_warmup_batches: Batches that are not timed, after the counted ones.
-        is_counted: Count the operations of the first batch and, on a device whose allocator has no
-            statistics, the live bytes of the first batches.
-        is_compiled: Whether a part of the model is compiled: then only its attention is detected.
-        strategy: The strategy whose methods are timed as parts of a step; None skips that.
+        num_warmup_batches: Number of untimed batches after the counted batches.
+        is_counted: Count the operations of the first batch. On a CPU, also count the live bytes of the first
+            batches.
+        is_compiled: Whether a part of the model is compiled. If True, no operations are counted, and only
+            fused attention is detected.
+        strategy: The strategy whose methods are timed as parts of a step; with None, parts are not timed.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class Meter:
         self.times = StepTimes(strategy, has_modules=is_counted and not is_compiled) if is_timed else None
         self._num_steps = 0
         self._data_wait = DataWait(epoch_loop, self.times)
-        # The first batch is never timed, since it compiles and allocates the optimizer's state.
+        # The first batch is never timed, since it includes compilation and the allocation of optimizer state.
         self._num_warmup_batches = num_warmup_batches if is_counted else num_warmup_batches + 1
         self.samples_of_first_batch = self.tokens_of_first_batch = 0
         allocator.reset_peak(device)
@@ -236,7 +237,7 @@ class Meter:
             self.probe.begin(batch, module, optimizers)
 
     def end_batch(self, batch: object, *, num_steps: int) -> None:
-        """Finish a batch, after `num_steps` optimizer steps of this fit."""
+        """Finish a batch; `num_steps` is the number of optimizer steps in this fit so far."""
         wait_s = self._data_wait.take()
         num_samples, num_tokens = samples_and_tokens(batch)
         left_out = self.is_probing or self._num_warmup_batches > 0
@@ -249,7 +250,7 @@ class Meter:
             self.is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
-        # Batches are counted first, then warmed up, then timed by part; hooks slow the module batches down.
+        # The order is counting, warm-up, timing of parts. Batches with hooks are slow, so they are left out.
         if self.times is not None and not self.times.is_done and not self.is_probing:
             left_out |= not self.times.is_typical
             if not self._num_warmup_batches:
@@ -258,7 +259,7 @@ class Meter:
         self.throughput.finish_batch(num_samples, num_tokens, wait_s, left_out=left_out)
 
     def pause(self, *, is_paused: bool) -> None:
-        """Exclude validation from batch times: call with True before it, and with False after it."""
+        """Exclude validation from batch times; call with True before validation, and with False after it."""
         if self.times is not None and self.times.timeline is not None:
             self.times.timeline.pause(is_paused=is_paused)
         self.throughput.restart()
@@ -276,7 +277,7 @@ class Meter:
         return None if recorder is None or not self.probe.num_batches else Peak.of(recorder)
 
     def peak_bytes(self) -> int | None:
-        """Return the allocator's peak, or else the counted batches' peak; None if neither exists."""
+        """Return the peak of the allocator or of the counted batches; None if neither was measured."""
         peak, recorder = allocator.peak_bytes(self.device), self.recorder
         recorded = recorder.peak_bytes if recorder is not None and self.probe.num_batches else None
         return recorded if peak is None else peak
@@ -286,7 +287,8 @@ class Meter:
 
         Args:
             dtype: Operand dtype of matrix products, for the device's peak rate.
-            world_size: Number of devices. Samples/s and tokens/s cover all devices, other figures one.
+            world_size: Number of devices. Samples/s and tokens/s are totals over all devices; other figures
+                are per device.
         """
         figures: dict[str, Any] = self.throughput.summary()
         for rate in ("samples_per_s", "tokens_per_s"):
@@ -304,7 +306,7 @@ class Meter:
             "first_batch_s": self.throughput.first_batch_s or None,
             "flops_per_sample": flops_per_sample,
             "flops_per_s": flops_per_s,
-            # MFU = achieved FLOP/s per device / peak FLOP/s of its data sheet
+            # MFU = achieved FLOP/s per device / published peak FLOP/s of the device
             "mfu": flops_per_s / published if flops_per_s and published else None,
             "peak_bytes": self.peak_bytes(),
             "peak_measured": "max_memory_allocated" if has_allocator else "live bytes of the first batches",
@@ -312,7 +314,7 @@ class Meter:
 
 
 def samples_and_tokens(batch: object) -> tuple[int, int]:
-    """Return samples (length of the first tensor) and tokens (size of the first integer matrix) of a batch.
+    """Count a batch's samples (length of the first tensor) and tokens (size of the first integer matrix).
 
     Example:
         >>> samples_and_tokens({"input_ids": torch.zeros(4, 7, dtype=torch.long)})
@@ -320,12 +322,12 @@ def samples_and_tokens(batch: object) -> tuple[int, int]:
         >>> samples_and_tokens(torch.zeros(3, 2))
         (3, 0)
     """
-    if batch is None:  # other ranks have one, or the loader gave None
+    if batch is None:  # only other ranks have a batch, or the loader yielded None
         return 0, 0
     parts: Any = list(batch.values()) if isinstance(batch, dict) else batch  # pyright: ignore[reportUnknownVariableType]
     is_flat = type(parts) in (list, tuple) and all(type(each) is Tensor for each in parts)
     num_samples = num_tokens = None
-    for tensor in parts if is_flat else tensors_in(batch):  # flat is common, and tensors_in is slow
+    for tensor in parts if is_flat else tensors_in(batch):  # most batches are flat, and tensors_in is slow
         num_dims = tensor.dim()
         if num_samples is None and num_dims:
             num_samples = tensor.shape[0]

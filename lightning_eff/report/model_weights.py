@@ -1,6 +1,7 @@
-"""Describe a model by the shapes of its weights, each with the optimizer state after one step.
+"""Describe a model by the sizes of its weights and of their optimizer state after one step.
 
-planner/sharding.py reads a fake model with it, and the strategies' `Sharding` computes bytes from it.
+planner/sharding.py reads the `ModelWeights` of a fake model, and each strategy's `Sharding` computes bytes
+from them.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from lightning_eff.report.live_bytes import tensors_in
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One tensor of a model."""
+    """One parameter of a model."""
 
     rows: int
-    """Size of its first dimension, which `fully_shard` shards."""
+    """Size of the first dimension, which `fully_shard` shards."""
     numel: int
     itemsize: int = 4
     trained: bool = True
     state_bytes: int = 0
     """Bytes of optimizer state for the full tensor."""
     block: int = -1
-    """Index of the repeated block that contains it; -1 outside of blocks."""
+    """Index of the repeated block that contains the parameter; -1 outside of blocks."""
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The tensors of a model."""
+    """The parameters of a model, and the bytes of its buffers."""
 
     weights: tuple[Weight, ...]
     """Weights in the model's order; tied weights appear once."""
@@ -44,7 +45,7 @@ class ModelWeights:
     def of(
         cls, model: nn.Module, blocks: Iterable[nn.Module] = (), optimizer: Optimizer | None = None
     ) -> ModelWeights:
-        """Read the weights of a model, which may be fake, and its repeated blocks; steps the optimizer once.
+        """Read the weights of a model, which may be fake; step its optimizer once to create the state.
 
         Example:
             >>> layer = nn.Linear(3, 2, bias=False)
@@ -56,7 +57,8 @@ class ModelWeights:
         block_of = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
         found: list[Weight] = []
         for p in model.parameters():
-            # A tensor that is in the state twice counts once. Scalars (step counts) are replicated: skip.
+            # A tensor that is in the state twice counts once. Skip scalars such as step counts, which are
+            # replicated.
             state = {id(each): each for each in tensors_in(optimizer and optimizer.state.get(p))}
             found.append(
                 Weight(

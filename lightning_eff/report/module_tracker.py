@@ -1,10 +1,10 @@
 """Track the running module and the phase of a training step.
 
-recording.py, flops.py and step_time.py use it. Global module hooks maintain a stack of the modules being
-called. During the forward pass, each operation's autograd sequence number is mapped to the innermost module.
-In the backward pass the running node carries the same number, so a gradient is attributed to the module of
-the forward operation. torch's private names for these numbers are used here and nowhere else (torch
-2.10-2.13).
+recording.py, flops.py and step_time.py use `ModuleTracker`. Global module hooks maintain a stack of the
+modules being called. During the forward pass, each operation's autograd sequence number is mapped to the
+innermost module. In the backward pass the running autograd node has the same number, so a gradient is
+attributed to the module of its forward operation. Only this module uses torch's private names for these
+numbers (torch 2.10-2.13).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
 
 
 def merged_path(path: str) -> str:
-    """Return a module's path with `*` for each number, equal for repeated blocks.
+    """Replace each number in a module's path by `*`, so that repeated blocks have the same path.
 
     Example:
         >>> merged_path("blocks.11.mlp.up"), merged_path("conv2d.0")
@@ -40,8 +40,9 @@ class ModuleTracker:
     """Tracks module and phase during a training step; call `update` at every dispatched operation.
 
     Args:
-        entered: Called with each module and its positional arguments before its forward.
-        left: Called with each module and its output after its forward; the output is None if it raised.
+        entered: Function called before each module's forward, with the module and its positional arguments.
+        left: Function called after each module's forward, with the module and its output (None if the forward
+            raised).
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class ModuleTracker:
         self._entered, self._left = entered, left
         self.phase = FORWARD
         self.is_recomputing = False
-        """Whether a forward pass runs inside the backward pass; only then is grad mode on there."""
+        """Whether a forward pass runs inside the backward pass, as gradient checkpointing does."""
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._by_sequence_number: dict[int, str] = {}
 
     @contextmanager
     def follow(self, module: nn.Module) -> Generator[None]:
-        """Install the global hooks while a module trains on a batch, which may fail."""
+        """Install the global hooks during a batch, and remove them even if the batch fails."""
         self.phase = FORWARD
         self._names = {id(child): name or "(root)" for name, child in module.named_modules()}
         entering = register_module_forward_pre_hook(self._enter)
-        # always_call pops a module that raises too; otherwise the stack would be wrong afterwards.
+        # With always_call, the hook also pops a module that raises, so the stack stays correct.
         leaving = register_module_forward_hook(self._leave, always_call=True)
         try:
             yield
@@ -90,16 +91,18 @@ class ModuleTracker:
             self.phase = BACKWARD
         elif before == BACKWARD:
             self.phase = STEP
+        # A backward pass runs with grad mode off; only a forward pass inside it turns grad mode on.
         self.is_recomputing = self.phase == BACKWARD and torch.is_grad_enabled()
         if self._stack:
-            # autograd numbers an operation's node before dispatch, so its number is the next one minus 1.
+            # autograd numbers an operation's node before dispatch, so the node's number is one less than the
+            # next.
             next_number = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it
             self._by_sequence_number[next_number - 1] = self._stack[-1]
         return before
 
     @property
     def path(self) -> str:
-        """Module of the current operation, or the module whose gradient it computes; empty if none."""
+        """Name of the running module or, in the backward pass, of the module whose gradient is computed."""
         if self._stack:
             return self._stack[-1]
         if self.phase != BACKWARD or self.is_recomputing:

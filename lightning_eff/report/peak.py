@@ -1,6 +1,6 @@
 """Find the peak of a recorded step: bytes, phase, operation, categories and the largest holders.
 
-The meter (for the report) and predict.py replay a `Recorder` with it.
+The meter (for the report) and predict.py call `Peak.of` to replay a `Recorder`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lightning_eff.report.module_tracker import BACKWARD, PHASES, STEP, merged_p
 from lightning_eff.report.recording import CATEGORIES, Allocation, Event, Recorder
 
 MAX_HOLDERS = 12
-"""Maximum number of listed holders."""
+"""Maximum number of holders (groups of storages) that are listed."""
 PASSING = (recording.BATCH, recording.ACTIVATIONS, recording.TEMPORARIES)
 POINTS = 200
-"""Maximum points of a timeline."""
+"""Maximum number of points in a timeline."""
 NOUNS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"), "output of") | {
     "_log_softmax": "log-probabilities in", "_to_copy": "cast in", "empty": "workspace in",
 }  # fmt: skip
-"""Names of what operations of a forward pass compute, with the word before the module."""
+"""Description of an operation's result in the forward pass, up to the name of the module."""
 BACKWARD_NOUNS = {
     "_log_softmax_backward_data": "gradient of the logits in",
     "nll_loss_backward": "gradient of the log-probabilities in",
@@ -36,7 +36,7 @@ class Holder:
     category: str
     operation: str
     name: str
-    """What it is, for example `logits of lm_head [1016, 2048]`; with a shape if all have the same."""
+    """Description, for example `logits of lm_head [1016, 2048]`, with the shape if all shapes are equal."""
     num_bytes: int
     count: int
 
@@ -48,12 +48,12 @@ class Peak:
     Args:
         num_bytes: Maximum of live bytes.
         phase: Phase of the peak.
-        operation: Operation at the peak; empty before the first one.
-        path: Module of that operation.
+        operation: Operation that allocated at the peak; empty if the peak precedes the first operation.
+        path: Name of the module that ran the operation.
         by_category: Bytes at the peak by category.
         by_phase: Bytes by category at the peak of each phase.
-        passing_bytes: Maximum of batch, activations and temporaries at once, outside the optimizer step; no
-            sharding strategy divides them.
+        passing_bytes: Maximum of the sum of batch, activations and temporaries, outside the optimizer step.
+            No sharding strategy divides these bytes.
         holders: The largest holders at the peak.
         timeline: Event number, phase and bytes by category, at up to `POINTS` moments.
     """
@@ -70,19 +70,20 @@ class Peak:
 
     @classmethod
     def of(cls, recorder: Recorder, *, block_bytes: int = 1, on_device: bool = False) -> Peak:
-        """Replay a record.
+        """Replay a record to find its peak.
 
         Args:
             recorder: The record, after the step.
-            block_bytes: Allocation granularity; each storage is rounded up to a multiple of it.
-            on_device: Leave out storages that stay in host memory.
+            block_bytes: Allocation granularity; each storage is rounded up to a multiple of `block_bytes`.
+            on_device: Whether to leave out storages that stay in host memory.
         """
         left_out = recorder.on_host if on_device else set[int]()
         events = [event for event in recorder.events if event.allocation not in left_out]
         stretch = max(1, -(-len(events) // POINTS))
         sizes: dict[int, int] = {}
         now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        # By phase: (maximum of live bytes, minus its event's index), so that the earliest of equal tops wins.
+        # By phase: maximum of live bytes, and negated index of its event, so that the earliest of equal
+        # maxima wins.
         tops: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, -len(events)))
         by_phase = {phase: dict(now) for phase in PHASES}
         timeline: list[dict[str, Any]] = []
@@ -121,7 +122,7 @@ class Peak:
 
 
 def host_bytes(recorder: Recorder) -> int:
-    """Return the maximum of bytes that stay in host memory on any device."""
+    """Return the peak of the bytes that stay in host memory, whichever device the run uses."""
     sizes: dict[int, int] = {}
     live = top = 0
     for event in recorder.events:
@@ -133,7 +134,7 @@ def host_bytes(recorder: Recorder) -> int:
 
 
 def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> list[Holder]:
-    """Return the largest holders after the given events."""
+    """Return the groups of storages with the most bytes after these events."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     shapes: defaultdict[tuple[str, str, str], list[tuple[int, ...]]] = defaultdict(list)
     last_sizes = {event.allocation: event.num_bytes for event in events}
@@ -152,7 +153,7 @@ def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> l
 
 
 def _name_of(made: Allocation) -> str:
-    """Return a readable name for a storage, the same for the corresponding storages of repeated blocks."""
+    """Return a readable name for a storage; corresponding storages of repeated blocks share one name."""
     noun, path = NOUNS.get(made.operation, f"result of {made.operation} in"), merged_path(made.path)
     if made.category in (recording.PARAMETERS, recording.BUFFERS):
         return path

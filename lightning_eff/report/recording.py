@@ -1,13 +1,14 @@
 """Record every storage of a step: its operation, module, phase and category, and when it is freed.
 
-The meter (meter.py) and predictions record with it; peak.py and advice.py replay the record. `Recorder`
-counts like `LiveBytes` and also keeps the events. A storage is allocated by an operation, in a module and in
-a phase. Phases are `forward` (with the loss), `backward`, and `step`, which lasts until a module is called or
-the next batch begins.
+The meter (meter.py) and predict.py create a `Recorder`; peak.py and advice.py replay the record. `Recorder`
+counts like `LiveBytes` and also keeps the events. For each storage, the record has the operation, the module
+and the phase of the allocation. The phases are `forward` (which includes the loss), `backward` and `step`.
+The phase `step` lasts until a module is called or the next batch begins.
 
-Categories: `parameters`, `buffers` and `batch` exist before the step. `optimizer state` is in an optimizer's
-`state`, and `gradients` have been a parameter's `.grad`. `activations` are allocated in a forward pass (or
-its recomputation) and alive at its end; all other storages are `temporaries`.
+Each storage has a category. `parameters`, `buffers` and `batch` exist before the step. `optimizer state` has
+the tensors in an optimizer's `state`. `gradients` has the tensors that have been the `.grad` of a parameter.
+`activations` are allocated in a forward pass or a recomputation, and are alive at its end. All other storages
+are `temporaries`.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 PARAMETERS, BUFFERS, BATCH = "parameters", "buffers", "batch"
 GRADIENTS, STATE, ACTIVATIONS, TEMPORARIES = "gradients", "optimizer state", "activations", "temporaries"
 CATEGORIES = (PARAMETERS, BUFFERS, GRADIENTS, STATE, BATCH, ACTIVATIONS, TEMPORARIES)
-"""Categories in order of precedence: a storage in two categories counts for the first."""
+"""Categories in order of precedence; a storage that fits two categories belongs to the first."""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage."""
+    """The allocation of one storage."""
 
     operation: str
-    """Operation that allocated it; empty if it existed before the step."""
+    """Operation that allocated the storage; empty if the storage existed before the step."""
     path: str
-    """Module that allocated it, or the name of the parameter that it belongs to."""
+    """Name of the module that allocated the storage, or of the parameter that the storage belongs to."""
     phase: str
     category: str = TEMPORARIES
     recomputed: bool = False
-    """Whether it was allocated in a forward pass inside the backward pass."""
+    """Whether a forward pass inside the backward pass allocated the storage."""
     shape: tuple[int, ...] = ()
-    """Shape of its first tensor."""
+    """Shape of the storage's first tensor; empty if this tensor is a view."""
     is_logits: bool = False
-    """Whether it is the input of a log-softmax."""
+    """Whether the storage is the input of a log-softmax."""
     block_call: int = 0
-    """Number of the repeated block's call that allocated it in a forward pass; 0 outside of blocks."""
+    """Number of the block call that allocated the storage in a forward pass; 0 outside of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Event:
 
 
 class Recorder(LiveBytes):
-    """Counts live bytes, and records each storage.
+    """Counts live bytes, and records every allocation, resize and release of a storage.
 
     Example:
         >>> layer = nn.Linear(3, 2, bias=False)
@@ -88,33 +89,33 @@ class Recorder(LiveBytes):
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.on_host: set[int] = set()
-        """Indices of storages that stay in host memory on any device."""
+        """Indices of storages that stay in host memory, whichever device the run uses."""
         self.flops = 0
         """FLOPs of all operations recorded so far."""
         self._index_of: dict[int, int] = {}
-        """Index of each live storage, by its key."""
+        """Index of each live storage in `allocations`, by the storage's key."""
         self._operation = ""
         self._module = nn.Module()
         self._optimizers: list[Optimizer] = []
         self.block_outputs: set[int] = set()
-        """Indices of outputs of the model's repeated blocks, which are inputs of the next block."""
+        """Indices of the storages that repeated blocks return, which the next block receives."""
         self.called_blocks: set[str] = set()
         """Names of the repeated blocks whose forward ran."""
         self.writes_inputs = False
-        """Whether a block's input was modified in place between its call and the backward pass."""
+        """Whether a block's input was modified in place between the block's call and the backward pass."""
         self._blocks: dict[nn.Module, str] = {}
         self._block_calls: list[int] = []
-        """Numbers of the running calls, the innermost last."""
+        """Numbers of the running block calls, the innermost call last."""
         self._num_block_calls = 0
         self._inputs: list[tuple[weakref.ref[Tensor], int]] = []
-        """Inputs of this forward pass's blocks, with their versions at the call."""
+        """Inputs of the blocks in this forward pass, each with the version of its tensor at the call."""
         self._tracker = ModuleTracker(self._enter_block, self._leave_block)
         self._was_recomputing = False
         self.attention = AttentionWatch(lambda: self._tracker.path)
         """Collects attention calls of the first forward pass."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count storages alive at the start of a batch; track modules and optimizers until it is closed."""
+        """Count the storages alive at the start of a batch; track the batch until the result is closed."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         self._blocks = {block: name for name, block in repeated_blocks(module).items()}
         hooks = ExitStack()
@@ -126,7 +127,7 @@ class Recorder(LiveBytes):
                 hook = optimizer.register_gradient_hook(lambda _, used: self._mark([used], GRADIENTS))
                 hooks.callback(hook.remove)
         self.add(tensors_in(batch))
-        # The order is irrelevant: `_mark` keeps the category of higher precedence.
+        # The order of these calls is irrelevant, because `_mark` keeps the category of higher precedence.
         self._mark([batch], BATCH)
         for name, buffer in module.named_buffers():
             self.add([buffer])
@@ -159,7 +160,7 @@ class Recorder(LiveBytes):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "namespace", "") == "prim":  # prim.device, the most frequent call
-            # A fake tensor (torch 2.13) stores its device: reading it there avoids another dispatch.
+            # A fake tensor stores its device (torch 2.13); reading the attribute avoids another dispatch.
             device = getattr(args[0], "fake_device", None)
             return func(*args, **(kwargs or {})) if device is None else device
         self._operation = getattr(func, "__name__", str(func)).partition(".")[0]
@@ -172,7 +173,7 @@ class Recorder(LiveBytes):
             self._inputs.clear()
         elif before == BACKWARD and tracker.phase != BACKWARD:
             self._mark_gradients_and_state()
-        if self._operation != "detach":  # checkpointing detaches inputs of a recomputation without grad mode
+        if self._operation != "detach":  # checkpointing detaches the inputs with grad mode off
             if self._was_recomputing and not tracker.is_recomputing:
                 self._mark_activations(recomputed=True)
             self._was_recomputing = tracker.is_recomputing
@@ -184,6 +185,7 @@ class Recorder(LiveBytes):
         return out
 
     def _enter_block(self, block: nn.Module, arguments: object) -> None:
+        # Recomputations call the blocks again, but belong to the calls of the forward pass.
         if block in self._blocks and not self._tracker.is_recomputing:
             self.called_blocks.add(self._blocks[block])
             self._num_block_calls += 1
@@ -197,20 +199,20 @@ class Recorder(LiveBytes):
             self.block_outputs.update(self._storage_index(tensor) for tensor in tensors_in(output))
 
     def _find_written_inputs(self) -> None:
-        """Detect blocks' inputs that were modified in place: recomputation needs the original values."""
+        """Detect block inputs that were modified in place, since recomputation needs the original values."""
         for reference, before in self._inputs:
             tensor = reference()
             self.writes_inputs |= tensor is not None and version(tensor) != before
         self._inputs = [each for each in self._inputs if each[0]() is not None]
 
     def _storage_index(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's storage; -1 if it is not counted."""
+        """Return the index of a tensor's storage; -1 if the storage is not counted."""
         if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
             return -1
         return self._index_of.get(id(tensor.untyped_storage()), -1)
 
     def _mark(self, tensors: Iterable[Any], category: str, path: str = "") -> None:
-        """Set the category of the tensors' storages, unless they have one of higher precedence."""
+        """Set the category of the tensors' storages; a storage keeps a category of higher precedence."""
         for tensor in tensors_in(list(tensors)):
             index = self._storage_index(tensor)
             if index < 0:
@@ -232,7 +234,8 @@ class Recorder(LiveBytes):
             self._mark(list(optimizer.state.values()), STATE)
             if not isinstance(optimizer, PerParameter):
                 continue
-            # An optimizer that steps on host copies keeps copies, their gradients and its state on the host.
+            # If an optimizer steps on host copies, the copies, their gradients and its state are in host
+            # memory.
             copies = [copy for parameter, copy in optimizer.copies.items() if copy is not parameter]
             self._mark(copies, STATE)
             if copies:
@@ -241,7 +244,7 @@ class Recorder(LiveBytes):
                     self._mark_on_host(tensor)
 
     def _mark_activations(self, *, recomputed: bool) -> None:
-        """Mark storages as activations if a forward pass allocated them and they are alive at its end."""
+        """Mark live storages as activations at the end of the forward pass that allocated them."""
         for index in self._index_of.values():  # only live storages
             allocation = self.allocations[index]
             in_forward = allocation.phase == FORWARD and allocation.operation

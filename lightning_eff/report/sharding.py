@@ -1,10 +1,11 @@
-"""Compute the bytes that each of many devices keeps under a sharding strategy, by arithmetic alone.
+"""Compute the bytes per device under a sharding strategy, for any number of devices.
 
-Strategies implement `Sharding`, and planner/sharding.py calls it. One formula (`Sharding.kept`) fits all
-strategies: N devices together keep one copy of each sharded part. Strategies differ in which of optimizer
-state, gradients and weights they shard (ZeRO's stages 1, 2, 3; FSDP2 is stage 3), in how they cut tensors,
-and in temporary buffers (strategy/_fsdp2.py and strategy/_zero_partitions.py). Shards include their padding,
-so the figures apply to the fullest device. No process is started, and nothing is allocated.
+Strategies implement `Sharding`, and planner/sharding.py calls its methods. One formula (`Sharding.kept`) fits
+all strategies, because N devices hold exactly one copy of each sharded tensor. ZeRO shards optimizer state
+from stage 1, gradients from stage 2, and weights in stage 3; FSDP2 is stage 3. Strategies also differ in how
+they cut tensors, and in temporary buffers (strategy/_fsdp2.py and strategy/_zero_partitions.py). Shards
+include padding, so each figure is the maximum over all devices. The computation starts no process and
+allocates no memory.
 
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 7;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -25,11 +26,11 @@ class DeviceShare:
 
     Args:
         weights: Weights of the model, full or sharded.
-        gradients: Gradients between backward pass and optimizer step.
+        gradients: Gradients that exist between the backward pass and the optimizer step.
         optimizer: Optimizer state, including the optimizer's copy of the weights if it has one.
-        gathered: Maximum of weights that are all-gathered at once.
-        buffers: Other temporary buffers: gradient buckets, copies of the optimizer step.
-        late: Part of gradients and buffers that is allocated only after activations are freed.
+        gathered: Maximum bytes of weights that are all-gathered at once.
+        buffers: Other temporary buffers, such as gradient buckets and copies in the optimizer step.
+        late: Part of `gradients` and `buffers` that is allocated after activations are freed.
         host: Host memory for this device.
     """
 
@@ -42,18 +43,18 @@ class DeviceShare:
     host: float = 0
 
     def device(self, activations: float = 0) -> float:
-        """Return an upper bound of the bytes on the device, with this many bytes of activations."""
+        """Return an upper bound of the bytes on the device; `activations` is the bytes of activations."""
         total = self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
-        # Late bytes take the place of freed activations: only the larger of the two counts.
+        # Late bytes replace freed activations, so the larger of the two counts.
         return total + max(0, activations - self.late)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding(ABC):
-    """How a strategy shards a model; the strategy's method `scheme()` returns it.
+    """Sharding scheme of a strategy, which the strategy's method `scheme()` returns.
 
     Args:
-        stage: Sharded parts: 1 optimizer state, 2 gradients as well, 3 weights as well.
+        stage: ZeRO stage: 1 shards the optimizer state, 2 also the gradients, and 3 also the weights.
     """
 
     stage: int = 1
@@ -62,14 +63,14 @@ class Sharding(ABC):
 
     @abstractmethod
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
-        """Return the bytes of one device; `accumulates` if a step has several backward passes."""
+        """Return the bytes of one device; `accumulates` is True if a step has several backward passes."""
 
     @abstractmethod
     def assumptions(self) -> list[str]:
         """Return the assumptions of the arithmetic, one sentence each."""
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Return each weight with its elements on the fullest device; trained ones are cut as one tensor."""
+        """Return each weight and its maximum elements per device; trained weights are cut as one tensor."""
         total = sum(weight.numel for weight in model.trained)
         fraction = -(-total // devices) / max(total, 1)
         return [(weight, weight.numel * fraction) for weight in model.weights]
@@ -83,14 +84,14 @@ class Sharding(ABC):
         gradient_itemsize: int | None = None,
         copy_itemsize: int = 0,
     ) -> DeviceShare:
-        """Return weights, gradients and optimizer state of a device.
+        """Return the bytes of weights, gradients and optimizer state on one device.
 
-        Item sizes are in bytes per element; None takes each weight's own. `copy_itemsize` is the item size of
-        the optimizer's copy of the weights, 0 if it has none.
+        Item sizes are in bytes per element; with None, the weight's own item size applies. `copy_itemsize` is
+        the item size of the optimizer's own copy of the weights; 0 without a copy.
         """
         weights, gradients, optimizer = float(model.buffers_bytes), 0.0, 0.0  # buffers are replicated
         for weight, shard in self.shards(model, devices):
-            # Elements per device of state, gradient and weight, which stages 1, 2 and 3 shard.
+            # Elements per device of optimizer state (sharded from stage 1), gradient (2) and weight (3).
             by_stage = [shard if self.stage >= divides else weight.numel for divides in (1, 2, 3)]
             weights += by_stage[2] * (itemsize or weight.itemsize)
             if weight.trained:

@@ -1,18 +1,21 @@
-"""Break down the time of a step: by part of the step, module of the forward pass, and kind of operation.
+"""Measure the time of a step by part, by module of the forward pass, and by kind of operation.
 
-The meter (meter.py) calls it. It measures three things, one after the other, after the warm-up batches:
+The meter (meter.py) creates a `StepTimes`, which takes three measurements in turn after the warm-up batches:
 
-1. Parts of the step, in at least `NUM_BATCHES` batches and complete optimizer steps: forward, backward,
-   optimizer, data, and the rest (callbacks, logging, Lightning). The strategy's methods are timed, so these
-   batches run at normal speed.
-2. Modules, in two batches with hooks around every module. The time that a hook takes counts for the module.
-3. Operations, in one batch: matrix products, and pointwise operations with reductions. A grouped convolution
-   is neither: it is memory-bound, and no technique makes it faster.
+1. Parts of the step: forward, backward, optimizer, data, and the rest (callbacks, logging, Lightning). This
+   measurement takes complete optimizer steps with at least `NUM_BATCHES` batches. Its batches run at normal
+   speed, because only the strategy's methods are wrapped.
+2. Modules, in two batches with hooks around every module. The time of a hook is included in the module's
+   time.
+3. Operations of two kinds, in one batch: matrix products, and pointwise operations including reductions.
+   Grouped convolutions belong to neither kind, because they are memory-bound and no technique makes them
+   faster.
 
-On a CPU the wall clock is used. On CUDA an event is recorded in the stream and read after the run, so nothing
-waits for the device. The time of a part is the device's time, including waits for the host. Batches of 2 and
-3 are excluded from the throughput, and their hooks are removed. Not measured: compiled modules, whose forward
-is one graph, and devices other than CPU and CUDA.
+On a CPU, times come from the wall clock. On CUDA, times come from events in the stream, which are read after
+the run so that no call waits for the device. A CUDA time is time on the device, including the device's waits
+for the host. The throughput excludes the batches of measurements 2 and 3, and their hooks are removed.
+Compiled modules are not timed, because their forward is one graph. Devices other than CPU and CUDA are not
+supported.
 """
 
 from __future__ import annotations
@@ -39,25 +42,26 @@ from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 OPTIMIZER, DATA, OTHER = "optimizer", "data", "other"
 PARTS = (FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER)
 PRODUCTS, POINTWISE = "matrix products", "pointwise operations"
-"""Kinds of operations; pointwise operations include reductions and all others except recurrent layers."""
+"""Kinds of operations; the second kind has all operations except products and recurrent layers."""
 METHODS = {
     "training_step": FORWARD, "backward": BACKWARD, "optimizer_step": OPTIMIZER, "batch_to_device": DATA,
 }  # fmt: skip
-"""Strategy methods that are parts of the step, in automatic and in manual optimization."""
+"""Part of the step of each timed strategy method, in automatic and in manual optimization."""
 NUM_BATCHES, NUM_MODULE_BATCHES = 8, 2
 MAX_MODULES = 10
 OUTSIDE = "(outside of modules)"
-"""Row for operations of `training_step` itself, often the loss."""
+"""Table row for operations of `training_step` outside of all modules, often the loss."""
 Key = tuple[str, str]
-"""A part, and its module or kind of operation; empty outside of both."""
+"""A part of the step, and a module or kind of operation in this part; the latter may be empty."""
 _PAUSED: Key = ("", "")
 
 
 class Timeline:
-    """Attributes all time since construction to the innermost open key.
+    """Divides all time since construction among keys; the innermost open key gets the time.
 
     Args:
-        device: Decides the clock: the wall clock for a CPU, events of the current stream for CUDA.
+        device: Device, which selects the clock: the wall clock on a CPU, events in the current stream on
+            CUDA.
 
     Example:
         >>> timeline = Timeline(torch.device("cpu"))
@@ -72,7 +76,7 @@ class Timeline:
         self.entered: Counter[Key] = Counter()
         """Number of times that each key was entered."""
         self.num_batches = self.num_steps = 0
-        """Counts at the end of the last complete step."""
+        """Number of batches and of steps at the end of the last complete step."""
         self._is_cuda = device.type == "cuda"
         self._open: list[Key] = [(OTHER, "")]
         self._marks: list[tuple[Any, Key]] = []
@@ -89,7 +93,7 @@ class Timeline:
         self._marks.append((now, key))
 
     def enter(self, part: str = "", detail: str = "") -> None:
-        """Begin a part, or a detail of the open part."""
+        """Begin a part, or a module or kind of operation (`detail`) in the open part."""
         if not self._is_paused:
             self._open.append((part or self._open[-1][0], detail))
             self.entered[self._open[-1]] += 1
@@ -102,12 +106,12 @@ class Timeline:
             self._mark(self._open[-1])
 
     def pause(self, *, is_paused: bool) -> None:
-        """Stop counting; `is_paused=False` continues."""
+        """Stop measuring; `is_paused=False` resumes."""
         self._is_paused = is_paused
         self._mark(_PAUSED if is_paused else self._open[-1])
 
     def end_step(self, num_batches: int = 1) -> None:
-        """Include the measurements so far; call it at the end of a step."""
+        """Include the measurements so far; call this method at the end of a step."""
         self._mark(self._open[-1])
         self._end, self.num_batches, self.num_steps = len(self._marks), num_batches, self.num_steps + 1
 
@@ -122,7 +126,7 @@ class Timeline:
 
 
 class OperationTimes(InfraMode):
-    """Times each computing operation, by its kind."""
+    """Times every operation that computes, by kind of operation."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__()
@@ -144,7 +148,7 @@ class OperationTimes(InfraMode):
 def kind_of(func: Any) -> str:
     """Return the kind of an operation that `__torch_dispatch__` received.
 
-    It is empty for views, recurrent layers, collectives, and operations that are not PyTorch's.
+    The kind is empty for views, recurrent layers, collectives, and operations outside of PyTorch.
 
     Example:
         >>> aten = torch.ops.aten
@@ -152,7 +156,7 @@ def kind_of(func: Any) -> str:
         ['matrix products', 'pointwise operations', '']
     """
     name = str(func)
-    # CPU attention and in-place added products have no entry in the registry (report/flops.py).
+    # The registry lacks CPU attention and in-place products such as `addmm_` (report/flops.py).
     if getattr(func, "overloadpacket", func) in flop_registry or re.search(
         "scaled_dot_product|addmm|baddbmm", name
     ):
@@ -168,18 +172,18 @@ def _is_grouped(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 class StepTimes:
-    """Measures batch by batch until `is_done` or `close`; `summary` returns the measurements so far.
+    """Measures a fit until `is_done` or `close`; `summary` returns the measurements so far.
 
     Args:
-        strategy: The strategy whose methods are timed, on its device's clock.
-        has_modules: Whether to time modules and operations too; False for a compiled model.
+        strategy: The strategy whose methods are timed; its device selects the clock.
+        has_modules: Whether to also time modules and operations; False for a compiled model.
     """
 
     def __init__(self, strategy: Any, *, has_modules: bool) -> None:
         self.timeline: Timeline | None = None
         """Timeline of the current measurement."""
         self.is_typical = True
-        """Whether the current batch runs at normal speed: without hooks around modules or operations."""
+        """Whether the current batch runs at normal speed, without hooks around modules or operations."""
         self.is_done = False
         self._strategy, self._has_modules = strategy, has_modules
         self._classes: dict[str, str] = {}
@@ -190,7 +194,7 @@ class StepTimes:
         next(self._schedule)
 
     def end_batch(self, *, has_stepped: bool) -> None:
-        """Advance to the next batch; `has_stepped` if the batch ended an optimizer step."""
+        """Advance to the next batch; `has_stepped` is True if this batch took an optimizer step."""
         with suppress(StopIteration):
             self._schedule.send(has_stepped)
 
@@ -231,10 +235,11 @@ class StepTimes:
 
     @contextmanager
     def _measuring(self, mode: Callable[[Timeline], Any] | None = None) -> Generator[Timeline]:
-        """Attribute time to the parts of a step.
+        """Wrap the strategy's methods, to attribute time to the parts of a step.
 
         Args:
-            mode: Makes a dispatch mode in which forward and backward passes run; None for none.
+            mode: Function that makes a dispatch mode for forward and backward passes; with None, no mode is
+                used.
         """
         timeline = self.timeline = Timeline(self._strategy.root_device)
         inner = nullcontext() if mode is None else mode(timeline)
@@ -255,14 +260,14 @@ class StepTimes:
 
         with ExitStack() as patches:
             patches.callback(setattr, self, "timeline", None)
-            # On the instance: its own attributes hide the class's methods, and are removed afterwards.
+            # Patch the instance: its attributes hide the class's methods, and are removed afterwards.
             for name, part in METHODS.items():
                 method = getattr(self._strategy, name)
                 patches.enter_context(patch.object(self._strategy, name, timed(method, part)))
             yield timeline
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures in plain types; empty if nothing was measured. Waits for a CUDA device."""
+        """Wait for a CUDA device, and return the figures as plain values; empty if nothing was measured."""
         parts = self._parts
         seconds = {} if parts is None else parts.seconds()
         total_s = sum(seconds.values())
@@ -289,11 +294,11 @@ class StepTimes:
         return found | {"notes": notes}
 
     def _module_rows(self, timeline: Timeline) -> list[dict[str, Any]]:
-        """Return the modules that took the most time, submodules excluded."""
+        """Return the modules that took the most time, without the time of their submodules."""
         own_s: defaultdict[Key, float] = defaultdict(float)
         calls: Counter[Key] = Counter()
         for (part, name), seconds in timeline.seconds().items():
-            if part == FORWARD:  # hooks run in recomputations too, which are part of the backward pass
+            if part == FORWARD:  # recomputations run the hooks too, in the backward pass
                 key = merged_path(name) or OUTSIDE, self._classes.get(name, "") if name else ""
                 own_s[key] += seconds
                 calls[key] += timeline.entered[part, name]
@@ -312,13 +317,13 @@ class StepTimes:
 
 
 def _operation_figures(timeline: Timeline, batch_s: float) -> dict[str, Any]:
-    """Return the fraction of a batch's time by kind of operation, their number, and their mean time."""
+    """Return each kind's fraction of a batch's time, and the number and the mean time of all operations."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for (_, kind), value in timeline.seconds().items():
         seconds[kind] += value if kind else 0.0
     num_operations = sum(count for (_, kind), count in timeline.entered.items() if kind)
     return {
-        # At most 1: timing slows operations down, and `batch_s` is a batch at normal speed.
+        # Limit to 1, because timing slows operations down, while `batch_s` is measured at normal speed.
         "operations": {kind: min(1.0, seconds[kind] / batch_s) for kind in (PRODUCTS, POINTWISE)},
         "num_operations": num_operations,
         "operation_s": sum(seconds.values()) / num_operations if num_operations else None,
