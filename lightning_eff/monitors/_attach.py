@@ -1,7 +1,8 @@
 """Add the efficiency report to an unmodified script: `LIGHTNING_EFF_REPORT=1 python train.py`.
 
 Whenever a Trainer is constructed, Lightning calls the entry point `lightning.pytorch.callbacks_factory` of
-every installed package. This package's entry point imports and returns nothing unless the variable is set.
+every installed package. Unless the variable is set, this package's entry point imports nothing and returns no
+callbacks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ VARIABLE = "LIGHTNING_EFF_REPORT"
 
 
 def is_asked_for() -> bool:
-    """Return whether the environment variable is set to a value other than off."""
+    """Return whether the environment variable is set, and is not `0`, `false`, `no` or `off`."""
     return os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 

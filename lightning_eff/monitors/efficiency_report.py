@@ -1,23 +1,24 @@
-"""One table per run: its techniques, the effect of each, and the run's time, FLOPs and memory.
+"""Report a run's techniques, the effect of each technique, and the run's time, FLOPs and memory.
 
-The table is printed at the end of `fit`, and written as `efficiency.json` (the ledger) and `report.html` next
-to the run's other files. A failed run writes them too, with the reason, and again after its last checkpoint
-is saved. All training batches after the first ones are measured; validation is excluded. Peak memory is the
-allocator's peak. On a CPU, which has none, it is the live bytes of the first batches, counted storage by
-storage. A compiled model is timed but not counted, because it does not dispatch its operations one by one.
-MFU is shown on GPUs whose peak is published. Parts of a step, modules and kinds of operations are timed in
-eleven later batches (report/step_time.py). In a notebook the monitor displays the page itself. An OOM error
-on CUDA leaves `memory_snapshot.pickle` with every block of the allocator. `record_memory_history` adds the
-stack of each allocation, and slows all of them down.
+The report is printed at the end of `fit`. It is also written as `efficiency.json` (the ledger) and
+`report.html` next to the run's other files. A failed run writes both files too, with the reason of the
+failure. After the last checkpoint of a failed run, both files are updated. All training batches except the
+first few are timed; validation is excluded. Peak memory is the allocator's peak. A CPU has no allocator peak,
+so its peak memory is the maximum of live bytes in the first batches, counted storage by storage. Compiled
+models are timed, but their operations are not counted, because a compiled graph does not dispatch them one by
+one. MFU is shown for GPUs with a published peak. Parts of a step, modules and kinds of operations are timed
+in eleven later batches (report/step_time.py). A notebook that displays the monitor shows the page. After an
+OOM error on CUDA, `memory_snapshot.pickle` has every block of the allocator. With `record_memory_history`,
+the snapshot also has the stack trace of each allocation, and allocations are slower.
 
 The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
 `eff/gradient_norm` (of the full gradient, before clipping), `eff/samples_per_second`,
 `eff/tokens_per_second`, `eff/data_wait` (fraction of the time) and `eff/memory_mib` (peak of the first rank).
 
-Saves: nothing: it measures.
-Costs: a few Python calls per batch. The first batches, which are counted, and three later ones, whose modules
-    and operations are timed, run slower; the throughput excludes them. With a logger, one pass over the
-    gradients in each logged step.
+Saves: nothing.
+Costs: a few Python calls per batch. The first batches run slower because they are counted. Three later
+    batches run slower because their modules or operations are timed. The throughput excludes these batches.
+    With a logger, one pass over the gradients in each logged step.
 When not: batches of less than a millisecond.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
@@ -63,15 +64,18 @@ from lightning_eff.report.meter import Meter
 
 
 class EfficiencyReport(pl.Callback):
-    """Report the effect of a run's techniques and the cost of the run; with several, only the first reports.
+    """Report the effect of a run's techniques and the cost of the run.
+
+    If a Trainer has several of these callbacks, only the first one writes a report.
 
     Args:
-        dirpath: Folder for the ledger and the page; None takes the Trainer's log folder.
-        num_warmup_batches: Batches that are not timed, after the first few that are counted.
-        count_first_batches: Count floating-point operations, and on the CPU live bytes, in the first batches.
-            Compiled modules are never counted; disable it for a function compiled with `fullgraph=True`.
-        baseline: Folder of another run, or its `efficiency.json`; the page compares this run to it.
-        record_memory_history: Record the stack of each allocation on CUDA for `memory_snapshot.pickle`.
+        dirpath: Folder for the ledger and the page; with None, the Trainer's log folder.
+        num_warmup_batches: Number of untimed batches after the counted first batches.
+        count_first_batches: Count the floating-point operations of the first batches and, on a CPU, their
+            live bytes. Compiled modules are never counted. Set False if the model calls a function compiled
+            with `fullgraph=True`.
+        baseline: Folder or `efficiency.json` of another run, to which the page compares this run.
+        record_memory_history: Record the stack trace of each CUDA allocation, for `memory_snapshot.pickle`.
 
     Raises:
         ConfigError: `num_warmup_batches` is negative, or `baseline` is not a report.
@@ -98,7 +102,7 @@ class EfficiencyReport(pl.Callback):
         self.recipe = ""
         """Name of the run's recipe, for the title."""
         self.meter: Meter | None = None
-        """The running measurement; None outside of `fit`."""
+        """Meter of the current `fit`; None outside of `fit`."""
         self.report: dict[str, Any] = {}
         """Content of `efficiency.json`, after `fit`."""
         self._asked: list[tuple[Technique, dict[str, Any]]] = []
@@ -126,7 +130,7 @@ class EfficiencyReport(pl.Callback):
                 strategy.checkpoint_io,
                 *rules.callbacks_of(trainer),
             ]
-            # In the order in which they act: precision, strategy, files, callbacks.
+            # Techniques in the order in which they act: precision, strategy, files, callbacks.
             self._asked = [(each, config_of(each)) for each in candidates if isinstance(each, Technique)]
 
     @override
@@ -139,8 +143,8 @@ class EfficiencyReport(pl.Callback):
         self._first_step = self._last_step = trainer.global_step
         self._losses, self._validation = Losses(), Validation()
         self._random_states.clear()
-        # All ranks read log_dir, because Lightning broadcasts it. Without a logger this run has no folder of
-        # its own, so do not overwrite an earlier report in the Trainer's folder.
+        # All ranks read log_dir, because Lightning broadcasts the value. Without a logger, all runs share the
+        # Trainer's folder, so an earlier report there must not be overwritten.
         folder = self._folder = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
         if not self.dirpath and not trainer.loggers and (folder / files.PAGE_FILE).exists():
             self._folder = next(new for n in count(2) if not (new := folder / f"efficiency_{n}").exists())
@@ -165,14 +169,15 @@ class EfficiencyReport(pl.Callback):
     ) -> None:
         if self.meter is None:
             return
-        # Two states tell whether a batch draws random numbers; `compare` needs to know.
+        # The random states before the first two batches show whether a batch draws random numbers (for
+        # `compare`).
         if len(self._random_states) < 2:
             self._random_states.append(random_states.capture(self.meter.device))
         if self.meter.recorder is not None and not self.meter.probe.num_batches:
             self._sample = _few_samples(batch)
         self.meter.begin_batch(batch, pl_module, trainer.optimizers)
         if not self.meter.is_probing and len(self._random_states) == 2:
-            # Nothing is left to do at the start of later batches, and an empty hook costs time.
+            # Skip this hook in later batches, where it would do nothing but cost time.
             skip_hook(self, trainer, "on_train_batch_start", of=EfficiencyReport)
 
     @override
@@ -223,11 +228,11 @@ class EfficiencyReport(pl.Callback):
         if self.meter is None:
             return
         meter, strategy = self.meter, trainer.strategy
-        # Stopped from outside: such a run did not fail.
+        # A run that was stopped from outside did not fail.
         stops = {KeyboardInterrupt: "interrupted", SIGTERMException: "terminated by SIGTERM"}
         stop = next((text for kind, text in stops.items() if isinstance(exception, kind)), "")
         reason = stop or hide_secrets(f"{type(exception).__name__}: {exception}".splitlines()[0])
-        # Before anything else allocates or frees memory.
+        # Write the snapshot before anything else allocates or frees memory.
         has_snapshot = is_out_of_memory(exception) and files.write_snapshot(meter.device, self._folder)
         self._finish(trainer, meter, status="stopped" if stop else "failed", reason=reason)
         self.report |= {"memory_snapshot": files.SNAPSHOT_FILE} if has_snapshot else {}
@@ -247,7 +252,7 @@ class EfficiencyReport(pl.Callback):
 
     def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
         series = meter.throughput.series() | ({} if self._logged is None else self._logged.history.series())
-        # Before the rest, so that an error below is not reported a second time by `on_exception`.
+        # Reset the meter first, so that `on_exception` does not report again after an error below.
         self.meter = self._logged = None
         meter.close()
         if self.record_memory_history:
@@ -272,7 +277,7 @@ class EfficiencyReport(pl.Callback):
             "series": series,
             "validation": self._validation.series(),
             "memory": {} if held is None else asdict(held),
-            # After a device error, reading times from the device would raise it again.
+            # After a device error, reading times from the device would raise the error again.
             "time": {} if status == "failed" or meter.times is None else meter.times.summary(),
             "attention": [row.as_dict() for row in meter.probe.attention],
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -302,7 +307,7 @@ class EfficiencyReport(pl.Callback):
         rank_zero_only(REPORTS.info)("\n%s\n report: %s", printable(text), printable(page))
 
     def _write(self, trainer: pl.Trainer) -> None:
-        """Update the ledger, one row per technique, and write both files."""
+        """Update the ledger (one row per technique), and write `efficiency.json` and `report.html`."""
         rows: list[dict[str, Any]] = []
         for technique, arguments in self._asked:
             outcome = technique.outcome()
@@ -333,10 +338,10 @@ class EfficiencyReport(pl.Callback):
 
 
 def _limit_of(trainer: pl.Trainer) -> str:
-    """Return what ended a fit; empty if nothing did."""
+    """Return the limit or the callback that ended a fit; empty if neither ended it."""
     if 0 <= trainer.max_steps <= trainer.global_step:
         return f"max_steps={trainer.max_steps} reached"
-    if trainer.should_stop:  # before max_epochs, since Lightning counts an epoch that is cut short
+    if trainer.should_stop:  # check before max_epochs: Lightning counts an incomplete epoch
         stopping = [
             type(each).__name__
             for each in rules.callbacks_of(trainer)
@@ -349,7 +354,7 @@ def _limit_of(trainer: pl.Trainer) -> str:
 
 
 def _few_samples(batch: Any) -> Any:
-    """Return a copy of a batch's first samples, as a batch; None if the batch cannot be split."""
+    """Return a copy of the first samples, as a smaller batch; None if the batch cannot be split."""
     try:
         few = splitting.split(batch, MAX_SAMPLES)[0]
     except (ConfigError, splitting.AmbiguousBatchError):

@@ -1,17 +1,17 @@
-"""Stop a run that learns nothing: parameters without a finite gradient, or a loss that stays NaN or infinite.
+"""Stop a run whose parameters have no finite gradient, or whose loss stays NaN or infinite.
 
-If a layer is never called, an adapter follows a detached input, or the loss is NaN, training continues but
-learns nothing. Gradients are checked once, after the first step with a backward pass. A step that a loss
-scaler skips does not count.
+Training continues but learns nothing if a layer is never called, an adapter's input is detached, or the loss
+is NaN. Gradients are checked once, after the first step with a backward pass. A step that a loss scaler skips
+does not count.
 
-Losses are checked only every `max_nonfinite_steps` steps (at most 128), because reading a loss waits for the
-device. In manual optimization, the loss is the return value of `training_step`. The error names the run's
-newest checkpoint with finite weights.
+Losses are checked every `max_nonfinite_steps` steps (at least every 128 steps), because reading a loss waits
+for the device. In manual optimization, the loss is the return value of `training_step`. The error names the
+run's newest checkpoint with finite weights.
 
 Saves: the time of a run that would learn nothing.
 Costs: one pass over the gradients in the first step; one scalar operation per batch.
 When not: layers are skipped on purpose and cannot be named in `unused`.
-Conflicts: models that skip layers on purpose must name them in `unused`.
+Conflicts: layers that a model skips on purpose must be named in `unused`.
 Source: none
 """
 
@@ -39,20 +39,21 @@ from lightning_eff.core.managed import set_up_monitor
 from lightning_eff.core.optimization.first_gradients import FirstGradients, GradientError
 
 MAX_UNREAD = 128
-"""Maximum number of steps until their losses are read."""
+"""Maximum number of steps whose losses are not read yet."""
 
 
 class GradientCheck(pl.Callback):
     """Stop a run whose first step left parameters without a finite gradient, or whose loss stays non-finite.
 
     Args:
-        unused: Patterns of parameter names (`decoder.*`) that need no gradient; None for none.
+        unused: Name patterns (`decoder.*`) of parameters that need no gradient; with None, every parameter
+            needs a gradient.
         max_nonfinite_steps: Number of consecutive steps with a NaN or infinite loss after which the run
-            stops; None never stops it.
+            stops; with None, losses are not checked.
 
     Raises:
-        GradientError: After an optimizer's first step, after `max_nonfinite_steps` consecutive steps, or at
-            the end of a run without a backward pass.
+        GradientError: A parameter has no finite gradient after its optimizer's first step, the loss was not
+            finite in `max_nonfinite_steps` consecutive steps, or the run had no backward pass.
 
     Example:
         >>> check = GradientCheck(unused=["teacher.*"])
@@ -78,14 +79,14 @@ class GradientCheck(pl.Callback):
         self._first.watch(pl_module, trainer.optimizers)
         self._num_in_row = 0
         self._has_stepped = False
-        self._losses: list[float | Tensor] = [0.0]  # unread, one sum per step
+        self._losses: list[float | Tensor] = [0.0]  # unread losses, one sum per step
         self._num_unread = min(MAX_UNREAD, self.max_nonfinite_steps or 0)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._has_stepped = True  # False if a loss scaler skipped the step
+        self._has_stepped = True  # stays False if a loss scaler skips the step
 
     @override
     def on_train_batch_end(
@@ -96,8 +97,8 @@ class GradientCheck(pl.Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             total = loss.detach().sum() if loss.dim() else loss
-            # Reading from another device would wait for it. A CPU tensor kept here would add to the report's
-            # count of live bytes.
+            # Reading a tensor on a GPU would wait for the GPU. A stored CPU tensor would add to the report's
+            # live bytes.
             self._losses[-1] += total.item() if total.is_cpu else total.detach().float()
         if not self._has_stepped:
             return
@@ -105,13 +106,13 @@ class GradientCheck(pl.Callback):
         if len(self._losses) < self._num_unread:
             self._losses.append(0.0)
             return
-        # Read together, so that the device is waited for once in `_num_unread` steps.
+        # Read all losses at once, to wait for the device only once in `_num_unread` steps.
         for step_loss in self._losses:
             self._num_in_row = 0 if math.isfinite(float(step_loss)) else self._num_in_row + 1
-        # A collective: all ranks reach it at the same steps.
+        # All ranks reach this collective in the same steps.
         largest = torch.tensor(self._num_in_row, device=trainer.strategy.root_device)
         num_in_row = int(trainer.strategy.reduce(largest, reduce_op="max"))
-        # Read again before the limit can be exceeded, so that the run stops in the step that reaches it.
+        # Read again when the limit could be reached, so that the run stops in exactly that step.
         self._losses[:], self._num_unread = [0.0], min(MAX_UNREAD, self.max_nonfinite_steps - num_in_row)
         if num_in_row >= self.max_nonfinite_steps:
             save_nothing_on_exception(trainer)
@@ -137,7 +138,7 @@ class GradientCheck(pl.Callback):
 
 
 def _newest_finite(trainer: pl.Trainer) -> Path | None:
-    """Return the run's newest checkpoint with finite weights; None if there is none."""
+    """Return the run's newest checkpoint with finite weights; None if no checkpoint has finite weights."""
     savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
     paths = {path for saver in savers for path in Path(saver.dirpath or "").glob("*.ckpt") if path.exists()}
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):

@@ -1,14 +1,15 @@
-"""Show a run's progress: a bar on a terminal, a new line every few seconds in a log file or CI.
+"""Show a run's progress as a bar on a terminal, or as a new line every few seconds in a log file or CI.
 
-Both show the optimizer step, the time left, the module's progress bar metrics, and the samples per second
-since the last update. The bar also shows memory: the bytes that the device's allocator has reserved, and its
-peak of allocated bytes; on a CPU, the resident memory of the process. With `EfficiencyReport` it also shows
-the fraction of time since the last update that was a wait for data.
+The bar and the lines show the optimizer step, the time left, the module's progress bar metrics, and the
+samples per second since the last update. The bar also shows the bytes that the device's allocator has
+reserved, and the peak of allocated bytes. On a CPU the bar shows the resident memory of the process. With
+`EfficiencyReport` the bar also shows which fraction of the time since the last update was spent waiting for
+data.
 
-Saves: nothing: it shows progress.
-Costs: one read of the clock per batch between two lines.
+Saves: nothing.
+Costs: one read of the clock per batch, and one update of the bar or one line at each interval.
 When not: you prefer another progress bar.
-Conflicts: another progress bar, rejected by Lightning.
+Conflicts: another progress bar, which Lightning rejects.
 Source: none
 """
 
@@ -113,7 +114,7 @@ class Progress(ProgressBar):
         has_total = total not in (float("inf"), -1)
         done = step - self._begin_step
         fields = [f"step {step}/{total:.0f}" if has_total else f"step {step}"]
-        # Proportional to this run's steps: a resumed run did not spend time on earlier steps.
+        # The estimate uses this run's steps only, because a resumed run spent no time on earlier steps.
         if has_total and done:
             fields.append(f"{(now - self._begin_s) / done * (total - step):.0f} s left")
         for name, value in trainer.progress_bar_metrics.items():
@@ -135,12 +136,12 @@ class Progress(ProgressBar):
         device = trainer.strategy.root_device
         now_bytes = allocator.held_bytes(device)
         self._most_bytes = max(self._most_bytes, now_bytes)
-        # On a CPU nothing records a peak, so it is the largest value seen at an update.
+        # On a CPU nothing records a peak, so the peak is the largest value at any update.
         most_bytes = allocator.peak_bytes(device) or self._most_bytes
         return f"memory {human_bytes(now_bytes)}, peak {human_bytes(most_bytes)}"
 
     def _data_wait(self, trainer: pl.Trainer) -> list[str]:
-        """Return the data wait since the last call, as a fraction of the time of the report's batches."""
+        """Return the fraction of batch time that was data wait since the last call; empty without a meter."""
         callbacks = rules.callbacks_of(trainer)
         meters = [each.meter for each in callbacks if isinstance(each, EfficiencyReport) and each.meter]
         if not meters:
@@ -153,8 +154,8 @@ class Progress(ProgressBar):
 
 
 def _bar() -> Bar | None:
-    """Return a bar without a thread, which moves only when updated; None if the terminal cannot show it."""
-    from rich.console import Console  # imported here because a log file does not need it
+    """Return a bar that no thread refreshes; None if the terminal cannot show a bar."""
+    from rich.console import Console  # not needed for a log file
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
 
@@ -172,7 +173,7 @@ def _total_steps(trainer: pl.Trainer) -> float:
     """Return the estimated optimizer steps of the full run; infinity without a limit."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.estimated_stepping_batches
-    # Lightning 2.6 assumes one step per batch; in manual optimization a module may take any number.
+    # Lightning 2.6 assumes one step per batch; in manual optimization a batch may take any number of steps.
     per_batch = trainer.global_step / max(1, trainer.fit_loop.total_batch_idx + 1)
     epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
     of_epochs = trainer.num_training_batches * epochs * per_batch if epochs != -1 else float("inf")

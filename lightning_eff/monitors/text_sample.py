@@ -1,11 +1,12 @@
-"""After a language model's fit, show its losses, the unigram entropy, and a sample of generated text.
+"""Show a language model's losses, the unigram entropy, and a sample of generated text after `fit`.
 
-Works with any module that has `generate(tokens, *, max_new_tokens, do_sample, temperature)` and any data
-module that has a `tokenizer`. The data module's `unigram_entropy`, if it has one, is shown too. The module's
-mode and the global random state are restored. `lightning-eff generate` samples from a checkpoint.
+The module needs a method `generate(tokens, *, max_new_tokens, do_sample, temperature)`, and the data module
+an attribute `tokenizer`. If the data module has an attribute `unigram_entropy`, its value is shown too.
+Afterwards the module's training mode and the global random state are restored. To generate text from a
+checkpoint, use `lightning-eff generate`.
 
-Saves: nothing: it shows a sample.
-Costs: one forward pass per token, once.
+Saves: nothing.
+Costs: one forward pass per generated token, at the end of `fit`.
 When not: the model does not generate text.
 Conflicts: none.
 Source: none; the unigram entropy is Shannon's, with counts from the training text
@@ -29,7 +30,7 @@ TEMPERATURE = 0.8
 
 
 class TextSample(pl.Callback):
-    r"""Show what a language model has learned.
+    r"""Show a language model's losses and generated text after `fit`.
 
     Args:
         prompt: Text that the sample continues.
@@ -37,8 +38,8 @@ class TextSample(pl.Callback):
         seed: Seed for the sample.
 
     Raises:
-        ConfigError: `num_tokens` is not positive, or the module has no `generate` or its data no `tokenizer`
-            at the start of `fit`.
+        ConfigError: `num_tokens` is not positive, or the module has no `generate` or the data module has no
+            `tokenizer` at the start of `fit`.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TextSample(prompt="import ")], logger=False, accelerator="cpu")
@@ -59,10 +60,10 @@ class TextSample(pl.Callback):
         self.check_parts(pl_module, getattr(trainer, "datamodule", None))
 
     def check_parts(self, module: pl.LightningModule, data: object, *, is_set_up: bool = True) -> None:
-        """Reject a module that generates no text, or data that are set up without a tokenizer.
+        """Reject a module without `generate`, or a data module that has no tokenizer after its setup.
 
         Raises:
-            ConfigError: The module or the data do not fit.
+            ConfigError: The module has no `generate`, or the data module has no tokenizer.
         """
         remedies = [Remedy("~monitors.text_sample", "remove TextSample")]
         user = "monitors.text_sample"
@@ -70,11 +71,11 @@ class TextSample(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Generate on every rank, because each may hold a shard of the weights; rank 0 prints."""
+        """Generate text on every rank, because each rank may hold a shard of the weights; rank 0 prints."""
         data: Any = getattr(trainer, "datamodule", None)
         prompt = encode_prompt(data, self.prompt)
         options = {"max_new_tokens": self.num_tokens, "do_sample": True, "temperature": TEMPERATURE}
-        # By module, since a frozen part may stay in evaluation mode during training.
+        # Store each module's mode, since a frozen part may stay in evaluation mode during training.
         modes = {child: child.training for child in pl_module.modules()}
         pl_module.eval()
         try:
@@ -98,10 +99,11 @@ class TextSample(pl.Callback):
 def check_language_model(
     model: Any, data: Any, *, user: str, remedies: Sequence[Remedy] = (), is_set_up: bool = True
 ) -> None:
-    """Check that a model generates text and its data module has a tokenizer, if it `is_set_up`.
+    """Check that a model has `generate` and, if its data module `is_set_up`, that the data has a tokenizer.
 
     Raises:
-        ConfigError: One of them does not fit; the message names `user`, the feature that needs them.
+        ConfigError: The model or the data module does not fit; the message names `user`, the feature that
+            needs both.
     """
     if callable(getattr(model, "generate", None)) and (not is_set_up or hasattr(data, "tokenizer")):
         return
@@ -115,13 +117,13 @@ def encode_prompt(data: Any, prompt: str) -> list[int]:
     if hasattr(data, "training_tokenizer"):
         return data.training_tokenizer.encode_prompt(prompt)
     encoded = data.tokenizer.encode(prompt)
-    return list(getattr(encoded, "ids", encoded))  # an Encoding of tokenizers, or a list of transformers
+    return list(getattr(encoded, "ids", encoded))  # tokenizers returns an Encoding, transformers a list
 
 
 def continue_prompt(
     model: Any, prompt: Sequence[int], options: Mapping[str, Any], *, seed: int, num_samples: int = 1
 ) -> list[list[int]]:
-    """Return the new tokens of each sample; call `eval()` first. The random state is restored."""
+    """Return the new tokens of each sample, and restore the random state; the model must be in eval mode."""
     tokens = torch.tensor([list(prompt)], device=model.device).expand(num_samples, -1)
     with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)

@@ -79,7 +79,7 @@ class LiveBytes(InfraMode):
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def on_change(self, key: int, num_bytes: int | None, shape: tuple[int, ...] = ()) -> None:  # noqa: ARG002
-        """Count a new, resized or freed storage, named by `key`; `num_bytes` is None if it is freed."""
+        """Count a new, resized or freed storage, which `key` identifies; `num_bytes` is None if freed."""
         reference, before = self._alive.pop(key)
         self.now_bytes += (num_bytes or 0) - before
         if num_bytes is not None:

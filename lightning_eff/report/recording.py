@@ -115,7 +115,7 @@ class Recorder(LiveBytes):
         """Collects attention calls of the first forward pass."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count the storages alive at the start of a batch; track the batch until the result is closed."""
+        """Count the storages alive at the start of a batch; track the batch until the result closes."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         self._blocks = {block: name for name, block in repeated_blocks(module).items()}
         hooks = ExitStack()
