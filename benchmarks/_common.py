@@ -1,7 +1,7 @@
-"""Shared by all benchmark scripts: the option `--json`, text tables, and the JSON file of results.
+"""Provide the option `--json`, text tables and the JSON file of results for all benchmark scripts.
 
-A script measures in `main`. Its function `table` turns the content of the JSON file into text. `make pages`
-calls `table` too, so that the site shows the stored results.
+Each script measures in `main`. The script's function `table` turns the content of the JSON file into text.
+`make pages` also calls `table`, so that the site shows the stored results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_eff.core.machine import PACKAGES, device_name, package_version
 from lightning_eff.core.text import text_table
 
 VARIABLES = ("TRITON_INTERPRET", "OMP_NUM_THREADS")
-"""Environment variables that are part of the reported command if they are set."""
+"""Environment variables that the reported command includes if they are set."""
 QUIET: dict[str, Any] = {
     "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
     "enable_progress_bar": False, "enable_model_summary": False,
@@ -41,12 +41,12 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 def publish(
     path: Path | None, figures: dict[str, Any], table: Callable[[dict[str, Any]], str], *packages: str
 ) -> None:
-    """Print the table of the figures; with a path, also write them with command, machine and versions.
+    """Print the table of the figures; with a path, also write figures, command, machine and versions.
 
     Args:
-        path: A JSON file, or None.
-        figures: Plain types, by name.
-        table: Turns the file's content into text.
+        path: The JSON file to write; with None, no file is written.
+        figures: Results as plain values, by name.
+        table: Function that turns the content of the JSON file into text.
         packages: Packages whose versions are stored in addition to the usual ones.
     """
     content = {"command": _command(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
@@ -65,10 +65,10 @@ def rows_table(
     """Return rows as text, with one column per key.
 
     Args:
-        rows: Rows with equal keys.
+        rows: Rows that all have the same keys.
         formats: Format of a column's values, by key.
         titles: Title of a column, by key; the key itself by default.
-        missing: Text for None.
+        missing: Text that replaces None.
     """
     keys = list(rows[0])
     cells = [

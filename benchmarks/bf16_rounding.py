@@ -1,10 +1,10 @@
-"""Losses of the recipe `lm` in float32 and in bfloat16, rounded to nearest and stochastically.
+"""Compare losses of the recipe `lm` in float32, and in bfloat16 with nearest and stochastic rounding.
 
-`float32` and `nearest` use PyTorch's AdamW, with float32 and with bfloat16 weights and states. `stochastic`
-uses `adamw_bf16` with bfloat16 weights, `other seed` the same with other random bits, and `states` with
-float32 weights. For each seed of the recipe, all runs train 160 steps from the same weights on the same
-batches. The validation loss is measured on 20 batches after the last step. A run whose result is in
-`--folder` is not repeated.
+The run `float32` uses PyTorch's AdamW with float32 weights and states. The run `nearest` uses PyTorch's AdamW
+with bfloat16 weights and states. The runs `stochastic` and `other seed` use `adamw_bf16` with bfloat16
+weights, and differ in the random bits. The run `states` uses `adamw_bf16` with float32 weights. For each seed
+of the recipe, all runs train 160 steps from the same weights on the same batches. The validation loss is
+measured on 20 batches after the last step. A run whose result is in `--folder` is not repeated.
 
     OMP_NUM_THREADS=1 python benchmarks/bf16_rounding.py --json benchmarks/bf16_rounding.json
 """
@@ -28,7 +28,7 @@ RUNS: dict[str, list[str]] = {
     "other seed": ["precision=bf16_true", "optimizer=adamw_bf16", "optimizer.seed=1"],
     "states": ["precision=fp32", "optimizer=adamw_bf16"],
 }
-"""Overrides of each run; the others are compared to the first."""
+"""Overrides of each run; the first run is the baseline of the other runs."""
 SMALL = [
     "trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.limit_val_batches=1",
     "data.batch_size=16", "data.context_length=16", "model.d_model=16", "model.num_layers=1",
@@ -41,7 +41,7 @@ STEPS_OF_A_MEAN = 20
 
 
 def trained(name: str, seed: int, lr: str | None, folder: Path, more: list[str]) -> dict[str, Any]:
-    """Return the report of a run, which is started in a new process unless the folder has its report."""
+    """Return the report of a run; if the folder has no report yet, run it in a new process."""
     path = folder / f"{name.replace(' ', '_')}_{seed}_{lr or 'recipe'}.json"
     if not path.is_file():
         words = [f"seed={seed}", f"output_root={folder}", *RUNS[name], *more]
@@ -54,7 +54,7 @@ def trained(name: str, seed: int, lr: str | None, folder: Path, more: list[str])
 
 
 def row_of(name: str, seed: int, report: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a run, and its losses divided by the float32 run's with the same seed."""
+    """Return the figures of a run, and the ratios of its losses to the float32 run with the same seed."""
 
     def last(losses: list[list[float]]) -> float:
         values = [loss for _, loss in losses[-LAST:]]
@@ -75,7 +75,7 @@ def row_of(name: str, seed: int, report: dict[str, Any], base: dict[str, Any]) -
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each run, and its training loss as means over `STEPS_OF_A_MEAN` steps."""
+    """Return a table of all runs, and a table of their training losses, averaged over several steps."""
     rows = content["rows"]
     head = ["run", "seed", "validation loss", "of float32", f"training, last {LAST}", "of float32"]
     head += ["state MiB", "peak MiB"]
@@ -98,7 +98,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Train, print the tables, and keep the figures and the curves."""
+    """Train, print the tables, and write figures and curves to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--lr", help="learning rate; the recipe's by default")

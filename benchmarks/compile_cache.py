@@ -1,7 +1,7 @@
-"""Measure the compile time of `fast` with an empty cache, and in later processes that find a full one.
+"""Measure the compile time of the recipe `fast` with an empty compile cache and with a full one.
 
-Each start is a new process. The report of its run states the compiler's time, including tracing. All starts
-share one folder, which is empty before the first.
+Each run starts in a new process, whose report states the compile time, including tracing. All runs share one
+cache folder, which is empty before the first run.
 
     python benchmarks/compile_cache.py --json benchmarks/compile_cache.json
 """
@@ -33,7 +33,7 @@ def start(recipe: str, folder: str, more: list[str]) -> dict[str, Any]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each start."""
+    """Return a table with one row per start."""
     rows = content["rows"]
     cells = [
         [
@@ -46,7 +46,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Start several times, print the table, and keep the figures."""
+    """Run several times, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--recipe", default="fast")
     parser.add_argument("--starts", type=int, default=3)

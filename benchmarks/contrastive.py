@@ -1,7 +1,8 @@
-"""Time and peak memory of a step with a contrastive loss, with and without `Contrastive`, by batch size.
+"""Measure a step with a contrastive loss, with and without `Contrastive`: time and peak memory.
 
-Two small transformers embed a pair. The variants train alternately, and the CPU time of the fastest step
-counts. The peak is predicted; on a CPU the prediction equals the measured peak to the byte.
+Two small transformers embed the two halves of each pair. All variants run at several batch sizes. The
+variants train alternately, and the table shows the CPU time of the fastest step. The peak memory is
+predicted; on a CPU the prediction equals the measured peak to the byte.
 
     OMP_NUM_THREADS=1 python benchmarks/contrastive.py --json benchmarks/contrastive.json
 """
@@ -33,7 +34,7 @@ VARIANTS: dict[str, Any] = {
 
 
 class Pairs(pl.LightningModule):
-    """Two towers, and a temperature."""
+    """A model with two towers and a trained temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +43,13 @@ class Pairs(pl.LightningModule):
         self.steps_s: list[float] = []
 
     def embed(self, batch: Any) -> list[Tensor]:
-        """Return an embedding of each half of a pair."""
+        """Return the embeddings of both halves of the pairs."""
         return [
             functional.normalize(net(x).mean(1), dim=1) for net, x in zip(self.towers, batch, strict=True)
         ]
 
     def similarity_loss(self, embeddings: Any) -> Tensor:
-        """Return CLIP's loss."""
+        """Return the symmetric contrastive loss of CLIP."""
         one, two = embeddings
         logits, targets = one @ two.T * self.temperature.exp(), torch.arange(len(one))
         loss = functional.cross_entropy
@@ -60,15 +61,15 @@ class Pairs(pl.LightningModule):
         return self.similarity_loss(self.embed(batch))
 
     def on_train_batch_start(self, *_: object) -> None:
-        """Begin a step."""
+        """Start timing a step."""
         self.steps_s.append(-time.process_time())
 
     def on_train_batch_end(self, *_: object) -> None:
-        """End a step."""
+        """Stop timing a step."""
         self.steps_s[-1] += time.process_time()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD."""
+        """Return SGD without momentum."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
@@ -79,12 +80,12 @@ def tower() -> nn.Module:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each batch and variant."""
+    """Return a table with one row per batch size and variant."""
     return rows_table(content["rows"], {"step_s": ".2f", "x_plain": ".2f", "peak_mib": ".1f"})
 
 
 def main() -> None:
-    """Measure, print the table, and keep the figures."""
+    """Measure, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="*", default=[128, 256, 512])

@@ -1,7 +1,8 @@
-"""Time of an epoch with and without DataPreload, for samples that wait, that compute, and that are tiny.
+"""Measure an epoch with and without `DataPreload`, for samples that wait, compute, or cost nothing.
 
-A small model trains for one epoch at a time; the variants alternate (A B C A B C). The smallest wall time of
-`--repeats` epochs counts. The time for measuring and for starting workers has its own column (`setup`).
+A small model trains for one epoch at a time; the variants alternate (A B C A B C). The table shows the
+smallest wall time of `--repeats` epochs. The column `setup` shows the time for measuring the samples and for
+starting the workers.
 
     OMP_NUM_THREADS=1 python benchmarks/data_preload.py --json benchmarks/data_preload.json
 """
@@ -31,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 
 class Samples(Dataset[Any]):
-    """Samples of one kind."""
+    """A dataset with samples of one kind."""
 
     def __init__(self, kind: str, length: int) -> None:
         self.kind, self.length = kind, length
@@ -50,7 +51,7 @@ class Samples(Dataset[Any]):
 
 
 class Model(pl.LightningModule):
-    """Two layers; records when each batch began."""
+    """A model of two layers, which records the start time of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,18 +59,18 @@ class Model(pl.LightningModule):
         self.began_s: list[float] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Return a loss."""
+        """Return the loss of a batch."""
         del batch_idx
         self.began_s.append(time.perf_counter())
         return self.layers(batch / 1000.0).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD."""
+        """Return SGD without momentum."""
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def epoch(kind: str, keywords: dict[str, Any] | None, length: int) -> tuple[float, float, str]:
-    """Return the time from the first to the last batch, the time before the first, and the chosen workers."""
+    """Return the time of all batches, the time before the first batch, and the chosen number of workers."""
     preload = None if keywords is None else DataPreload(**keywords)
     trainer = pl.Trainer(max_epochs=1, callbacks=[preload] if preload else [], **QUIET)
     model = Model()
@@ -80,12 +81,12 @@ def epoch(kind: str, keywords: dict[str, Any] | None, length: int) -> tuple[floa
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each kind of samples and each variant."""
+    """Return a table with one row per kind of samples and variant."""
     return text_table(content["head"], content["rows"])
 
 
 def main() -> None:
-    """Measure, print the table, and keep the figures."""
+    """Measure, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--length", type=int, default=800)

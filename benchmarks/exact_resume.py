@@ -1,9 +1,9 @@
-"""Measure the costs of ExactResume: microseconds per step, seconds to skip a million samples, bytes per rank.
+"""Measure what `ExactResume` costs: time per step, time to skip a million samples, and bytes per rank.
 
-A step is one batch of a loader, with and without the callback's wrapper. Rounds of both alternate. The plain
-loader takes part twice; the difference of the two is noise. The skipped samples are the first million of two
-million. Their time is measured from `iter` to the first batch, next to a plain loader's time for its first
-batch, which includes drawing the order.
+A step loads one batch, with and without the callback's wrapper around the loader. Rounds with and without the
+wrapper alternate. The plain loader is measured twice, to show the noise. The skipped samples are the first
+million of two million samples. The time to skip is measured from `iter` to the first batch. A plain loader's
+time for its first batch is shown for comparison; this time includes drawing the order.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_resume.py --json benchmarks/exact_resume.json
 """
@@ -21,7 +21,7 @@ from lightning_eff import resumable
 
 
 class Counted(Dataset[int]):
-    """Numbers; counts how many were loaded."""
+    """A dataset of numbers, which counts the loaded samples."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -36,7 +36,7 @@ class Counted(Dataset[int]):
 
 
 def added_per_step(num_rounds: int) -> dict[str, float]:
-    """Return the added microseconds per batch: medians over rounds of 1,000 batches."""
+    """Return the added microseconds per batch, as medians over rounds of 1,000 batches."""
     loaders = {
         name: DataLoader(Counted(1000), batch_size=1, shuffle=True) for name in ("plain", "plain again")
     }
@@ -59,11 +59,11 @@ def added_per_step(num_rounds: int) -> dict[str, float]:
 
 
 def time_to_skip(num_samples: int, batch_size: int) -> dict[str, float]:
-    """Return the seconds to the first batch of a resumed and of a plain pass, and the saved state's size."""
+    """Return the seconds to the first batch, resumed and from the start, and the bytes of the saved state."""
     data = Counted(2 * num_samples)
     loader = resumable(DataLoader(data, batch_size=batch_size, shuffle=True))
     next(iter(loader))
-    loader.num_batches = num_samples // batch_size  # as if the run had trained on so many batches
+    loader.num_batches = num_samples // batch_size  # as if the run had trained on these batches
     state = loader.state_dict()
     loader.load_state_dict(state)
     num_loaded, began = data.num_loaded, time.perf_counter()
@@ -78,14 +78,14 @@ def time_to_skip(num_samples: int, batch_size: int) -> dict[str, float]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the time added to a step, and the time to skip."""
+    """Return a table of the time added to a step, and a table of the time to skip."""
     steps = [{"loader": name, "added us a step": us} for name, us in content["added_us"].items()]
     formats = {"added us a step": ".2f", "resumed_s": ".6g", "plain_s": ".6g"}
     return "\n\n".join(rows_table(rows, formats) for rows in (steps, content["rows"]))
 
 
 def main() -> None:
-    """Measure both, print the tables, and keep the figures."""
+    """Measure both, print the tables, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--samples", type=int, default=1_000_000)

@@ -1,9 +1,10 @@
 """Compare a GPT with exact techniques to plain Lightning: peak memory, CPU time and losses.
 
 The model has 12 layers, d_model=512, 8 heads, 50,304 tokens of vocabulary and 512 positions, in float32 with
-AdamW. `exact` recomputes its blocks, computes its loss in tiles, and steps in the backward pass (fused). The
-peak is predicted for batch sizes 4 and 16, and measured for 4: live bytes are counted in the first two steps.
-The time is the CPU time of the fastest later step on one thread.
+AdamW. The run `exact` recomputes its blocks, computes its loss in tiles, and takes the steps of fused AdamW
+in the backward pass. The peak is predicted for batch sizes 4 and 16. For batch size 4 the peak is also
+measured, by counting live bytes in the first two steps. The time is the CPU time of the fastest later step on
+one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_stack.py --json benchmarks/exact_stack.json
 """
@@ -79,12 +80,12 @@ def techniques(who: str) -> list[pl.Callback]:
 
 
 def make_trainer(who: str, steps: int, *more: pl.Callback) -> pl.Trainer:
-    """Return a Trainer with the techniques of one side of the comparison."""
+    """Return a Trainer with the techniques of the run `plain` or `exact`."""
     return pl.Trainer(max_steps=steps, callbacks=[*techniques(who), *more], **QUIET)
 
 
 def batches(sizes: dict[str, int], batch_size: int, count: int) -> DataLoader[Any]:
-    """Return random tokens and targets."""
+    """Return a loader of random tokens and targets."""
     generator = torch.Generator().manual_seed(0)
     shape = (2, count * batch_size, sizes["context_length"])
     tokens = torch.randint(0, sizes["vocab_size"], shape, generator=generator)
@@ -111,7 +112,7 @@ def run(who: str, sizes: dict[str, int], batch_size: int, steps: int, folder: st
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each run."""
+    """Return a table with one row per run."""
     header = ["who", "MiB at 16, predicted", "of plain", "at 4, predicted", "measured", "CPU s", "of plain"]
     cells = [
         [
@@ -126,7 +127,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print the table, and keep the figures."""
+    """Measure, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--small", action="store_true", help="a model of two layers")
     parser.add_argument("--steps", type=int, default=3, help="number of timed steps")

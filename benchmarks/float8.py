@@ -1,4 +1,4 @@
-"""Compare the loss of `lm` in emulated float8 to bfloat16, step by step.
+"""Compare the losses of the recipe `lm` in emulated float8 and in bfloat16, step by step.
 
 Each precision trains the recipe in a new process, from the same seed on the same batches. The optimizer is
 SGD, whose steps are proportional to the gradients; AdamW would hide a wrong scale. The difference between
@@ -30,7 +30,7 @@ FORMATS = {"first": ".4f", "last": ".4f", "largest difference": ".2%"}
 
 
 def losses_of(overrides: list[str], steps: int, more: list[str]) -> tuple[list[float], str]:
-    """Train in a new process; return the loss of each step, and what the precision reported."""
+    """Train in a new process; return the loss of each step, and the ledger's text about the precision."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "lightning_eff", "train", "lm", *overrides, f"trainer.max_steps={steps}",
@@ -45,13 +45,13 @@ def losses_of(overrides: list[str], steps: int, more: list[str]) -> tuple[list[f
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each precision."""
+    """Return a table with one row per precision."""
     rows = [{key: row[key] for key in ("precision", *FORMATS)} for row in content["rows"]]
     return rows_table(rows, FORMATS, {"first": "first loss", "last": "last loss"})
 
 
 def main() -> None:
-    """Train, print the table, and keep the losses."""
+    """Train, print the table, and write the losses to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("overrides", nargs="*", help="of every run")

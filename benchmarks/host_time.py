@@ -1,11 +1,12 @@
-"""Measure the host time of a layer and of a kernel launch: the Python around a GEMM, without a GPU.
+"""Measure the host time of a layer and of a kernel launch without a GPU (the Python code around a GEMM).
 
-First part: a linear layer, forward and backward, next to `nn.Linear`. On a CPU torch's library computes both,
-so the difference is this package's overhead. Second part: a kernel launch. The kernels are compiled for a GPU
-that this machine lacks, and its driver is replaced by one that launches nothing. Only the host's work
-remains.
+The first part compares the forward and backward pass of this package's linear layer to `nn.Linear`. On a CPU
+the same library computes the products of both layers, so the difference is this package's overhead. The
+second part measures a kernel launch. The kernels are compiled for an H200, and a fake driver launches
+nothing, so that only the work of the host remains.
 
-All variants alternate in rounds of calls on one thread. The CPU time of each variant's fastest round counts.
+All variants alternate in rounds of calls on one thread. The table shows the CPU time of each variant's
+fastest round.
 
     OMP_NUM_THREADS=1 python benchmarks/host_time.py --json benchmarks/host_time.json
 """
@@ -29,7 +30,7 @@ from lightning_eff.kernels.operands import check_operands
 FEATURES = (128, 256)
 ROWS = 64
 CALLS = 100
-"""Calls per round."""
+"""Number of calls per round."""
 Run = Callable[[], Any]
 
 
@@ -46,7 +47,7 @@ def fastest_us(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 
 def layer(features: int, *, ours: bool = True, accumulation: Accumulation | None = None) -> Run:
-    """Return a forward and backward pass of a layer."""
+    """Return a function that runs the forward and backward pass of a layer."""
     made: Any = nn.Linear(features, features)
     if ours:
         made.__class__, made.accumulation = TritonLinear, accumulation
@@ -65,7 +66,7 @@ def layer(features: int, *, ours: bool = True, accumulation: Accumulation | None
 
 
 def layers(rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each layer: its time, and its ratio to the time of `nn.Linear`."""
+    """Return a row for each layer, with the layer's time and its ratio to the time of `nn.Linear`."""
     rows: list[dict[str, Any]] = []
     for features in FEATURES:
         adding, idle = Accumulation(), Accumulation(is_expected=False)
@@ -134,12 +135,12 @@ def launches(rounds: int) -> list[dict[str, Any]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each timed variant."""
+    """Return a table with one row per timed variant."""
     return rows_table(content["rows"], {"us": ".2f", "ratio": ".2f"})
 
 
 def main() -> None:
-    """Measure, print the table, and keep the figures."""
+    """Measure, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     given = parser.parse_args()

@@ -2,7 +2,7 @@
 
 The model is a GPT of 12 layers, d_model=512, 8 heads, 50,304 tokens of vocabulary and 512 positions (63.5 M
 parameters), trained in float32 with AdamW. The step runs on fake tensors, which have shapes but no memory.
-`--real 1` also runs the smallest batch with real tensors, and checks that both counts agree to the byte.
+With `--real 1`, batch size 1 also runs with real tensors, and both counts must agree to the byte.
 
     python benchmarks/live_bytes.py --real 1 --json benchmarks/live_bytes.json
 """
@@ -36,7 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 def train(
     model: GPT, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], live: LiveBytes
 ) -> dict[str, int]:
-    """Return the second step's peak by phase, when optimizer state and old gradients exist."""
+    """Return the peaks of the second step by phase; in this step optimizer state and old gradients exist."""
     peaks: dict[str, int] = {}
     for _ in range(2):
         for phase in ("forward", "backward", "step"):
@@ -74,7 +74,7 @@ def measure(policy: dict[str, Any], batch_size: int, *, fake: bool, fused: bool)
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each batch size and each policy."""
+    """Return a table with one row per batch size and policy."""
     rows = content["rows"]
     plain = {row["batch_size"]: row["peak_bytes"] for row in rows if row["policy"] == "plain"}
     cells = [
@@ -92,7 +92,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Count, print the table, and keep the figures."""
+    """Count, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument(
         "--real", type=int, default=0, help="check the count of this batch size with real memory"

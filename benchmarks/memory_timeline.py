@@ -1,7 +1,7 @@
 """Count the live bytes of two training steps over time, in three recipes that train the same model.
 
-The first step allocates the optimizer's state. Bytes are exact and the same in every run. The time axis
-counts allocation events of the report, scaled to the same width for each recipe.
+The first step allocates the optimizer's state. The bytes are exact, and the same in every run. The time axis
+counts the allocation events in the report, and has the same width for each recipe.
 
     python benchmarks/memory_timeline.py --json benchmarks/memory_timeline.json
 """
@@ -39,7 +39,7 @@ def measure(recipe: str, overrides: list[str], folder: str) -> dict[str, Any]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the peak of each recipe."""
+    """Return a table with the peak of each recipe."""
     most = content["rows"][0]["peak_mib"]
     rows = [
         {key: row[key] for key in ("recipe", "peak_mib", "phase", "operation")}
@@ -81,7 +81,7 @@ def _y(mib: float, top: int) -> float:
 
 
 def main() -> None:
-    """Train each recipe, print the table, and keep the figures."""
+    """Train each recipe, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("overrides", nargs="*", help="of every run")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Measure CPU time and temporary bytes of one step of every optimizer; the base is AdamW in a loop.
+"""Measure the CPU time and the temporary bytes of one step of each optimizer, relative to AdamW in a loop.
 
 The model is a GPT of 4 layers, d_model=256 and 8,192 tokens of vocabulary (5.4 M parameters, 51 tensors) in
-float32, with given gradients. The optimizers alternate (A B C A B C) on one thread, and the smallest of
-`--repeats` times counts. Temporary bytes are live bytes in addition to parameters, gradients and state.
-Compiled steps (torchao) are timed but not counted.
+float32, with constant gradients. The optimizers alternate (A B C A B C) on one thread, and the table shows
+the smallest of `--repeats` times. Temporary bytes are the live bytes in addition to parameters, gradients and
+state. The compiled steps of torchao are timed, but their bytes are not counted.
 
     OMP_NUM_THREADS=1 python benchmarks/optimizers.py --json benchmarks/optimizers.json
 """
@@ -43,7 +43,7 @@ def optional(module: str, name: str) -> Callable[..., Any] | None:
 
 
 def factories() -> dict[str, Callable[..., Any] | None]:
-    """Return the compared optimizers; the first is the base."""
+    """Return the compared optimizers; the first one is the baseline."""
     adamw = functools.partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1)
     return {
         "adamw loop": functools.partial(adamw, foreach=False, fused=False),
@@ -75,12 +75,12 @@ class Trial:
         self.step()
 
     def give_gradients(self) -> None:
-        """Put a gradient on every parameter."""
+        """Set the gradient of every parameter."""
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
 
     def step(self) -> float:
-        """Return the CPU seconds of one step."""
+        """Take one step, and return its CPU seconds."""
         self.give_gradients()
         start = time.process_time()
         self.optimizer.step()
@@ -89,7 +89,7 @@ class Trial:
         return elapsed
 
     def temporaries(self) -> int:
-        """Return the bytes that a step allocates in addition to what exists before it."""
+        """Return the peak bytes that a step allocates temporarily."""
         self.give_gradients()
         live = LiveBytes()
         for parameter in self.model.parameters():
@@ -102,12 +102,12 @@ class Trial:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each optimizer."""
+    """Return a table with one row per optimizer."""
     return rows_table(content["rows"], dict.fromkeys(TITLES, ".2f"), TITLES, missing="not counted")
 
 
 def main() -> None:
-    """Measure, print the table, and keep the figures."""
+    """Measure, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument(

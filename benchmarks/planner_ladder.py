@@ -1,9 +1,10 @@
-"""Predict peaks of a full fine-tune of a 3B-parameter model, next to torchtune's published ladder.
+"""Predict the memory peaks of a full finetune of a 3B-parameter model, and compare to torchtune's table.
 
 The model has the shapes of Llama 3.2 3B (transformers' class, built from a config without a download), in
-bf16. It takes an AdamW step on 2 x 4096 tokens, all on fake tensors. Each row adds a technique to the rows
-above, as the published ladder does. Compiled rows are approximated by a loss in chunks that keeps its logits
-in bf16 and nothing in float32, which is what compiled code keeps in memory.
+bf16. The model takes an AdamW step on 2 x 4096 tokens, with fake tensors only. As in the table that torchtune
+published, each row adds a technique to the rows above. In the rows with a compiler, compilation is
+approximated by a loss in chunks. Like compiled code, this loss keeps its logits in bf16 and nothing in
+float32.
 
     python benchmarks/planner_ladder.py --json benchmarks/planner_ladder.json
 """
@@ -34,18 +35,18 @@ SHAPES: dict[str, Any] = {
 
 
 class ChunkLoss(torch.autograd.Function):
-    """Cross entropy of one chunk of logits; like a fused kernel, it keeps only the logits in bf16."""
+    """Cross entropy of one chunk of logits, which keeps only the logits in bf16, like a fused kernel."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum over the chunk's tokens."""
+        """Return the sum of the loss over the chunk's tokens."""
         ctx.save_for_backward(logits, targets)
         wide = logits.float()
         return (wide.logsumexp(-1) - wide.gather(-1, targets[:, None])[:, 0]).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the logits, in their format."""
+        """Return the gradient of the logits, in the dtype of the logits."""
         logits, targets = ctx.saved_tensors
         share = logits.softmax(-1)
         share.scatter_add_(-1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=share.dtype))
@@ -66,7 +67,7 @@ def chunked_loss(net: Any, tokens: Tensor) -> Tensor:
 
 
 def model(*, policy: str | None = None) -> nn.Module:
-    """Make the model; `policy` recomputes its blocks."""
+    """Make the model; with a `policy`, its blocks are recomputed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     made: Any = LlamaForCausalLM(LlamaConfig(**SHAPES)).to(torch.bfloat16).train()
@@ -93,7 +94,7 @@ LADDER: dict[str, Row] = {
     "+ activations on the host": (21.8, OFFLOAD, chunked_loss, functools.partial(InBackward, lr=1e-5)),
     "+ 8-bit optimizer": (17.6, OFFLOAD, chunked_loss, eight_bit),
 }
-"""Published GiB of active memory (README of pytorch/torchtune, an A100); model, loss and optimizer here."""
+"""Published GiB of active memory (README of pytorch/torchtune, A100); model, loss and optimizer."""
 TITLES = {
     "row": "row", "published_gib": "published GiB", "predicted_gib": "predicted GiB", "ratio": "ratio",
     "phase": "peak in", "seconds": "s",
@@ -109,7 +110,7 @@ def predicted(name: str) -> tuple[Prediction, float]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the ladder's rows, and the memory that the planner itself used."""
+    """Return a table of all rows, and the memory that the planner itself used."""
     rows = [{key: row[key] for key in TITLES} for row in content["rows"]]
     formats = {"predicted_gib": ".1f", "ratio": ".3f", "seconds": ".1f"}
     own = f" {content['memory_gib']:.1f} GiB of memory at most, imports included"
@@ -117,7 +118,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Predict, print the table, and keep the figures."""
+    """Predict, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=LADDER, default=list(LADDER), help="rows; all by default"

@@ -1,9 +1,10 @@
 """Measure the microseconds that plugins add to a step of a tiny model.
 
-Each set of plugins has one fit in its own thread. The fits alternate after `TURN` steps, in a random order
-that changes each round, so that other load on the machine affects all of them alike. Lightning alone takes
-part twice; the difference of the two is noise. The CPU time of full steps is measured, from one batch's start
-to the next. The first steps, in which the report counts operations, are left out.
+Each set of plugins runs in one fit with its own thread. The fits alternate every `TURN` steps, in a random
+order that changes each round. So other load on the machine affects all fits alike. Lightning without plugins
+runs twice; the difference between these two fits is noise. The CPU time of a full step is measured from the
+start of one batch to the start of the next. The first steps are left out, because the report counts
+operations in them.
 
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py --json benchmarks/step_overhead.json
 """
@@ -42,11 +43,11 @@ WARM_UP, TURN = 50, 10
 
 
 class Empty(pl.Callback):
-    """Does nothing; Lightning calls six hooks per step of any callback."""
+    """A callback that does nothing; Lightning calls six hooks of each callback per step."""
 
 
 class Turns:
-    """Lets one of several threads run at a time.
+    """Lets several threads take turns, so that only one thread runs at a time.
 
     Args:
         names: Names of the threads.
@@ -58,7 +59,7 @@ class Turns:
         self._round = list(names)
 
     def wait(self, name: str) -> None:
-        """Return when it is this thread's turn."""
+        """Wait until the turn of this thread begins."""
         with self._changed:
             self._changed.wait_for(lambda: self._round[-1] == name)
 
@@ -74,18 +75,18 @@ class Turns:
 
 
 class Model(pl.LightningModule):
-    """One layer; waits for its turn every `TURN` steps.
+    """A model of one layer, which waits for its turn every `TURN` steps.
 
     Args:
-        name: Name of its fit.
-        turns: Shared by all fits.
+        name: Name of the fit, which is also the name of its thread.
+        turns: Turns that all fits share.
     """
 
     def __init__(self, name: str, turns: Turns) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
         self.step_us: list[float] = []
-        """Mean time of a step, by turn."""
+        """Mean microseconds of a step in each turn."""
         self._name, self._turns = name, turns
         self._began_s = 0.0
 
@@ -101,7 +102,7 @@ class Model(pl.LightningModule):
         self._began_s = time.thread_time()
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        """Return a loss."""
+        """Return the loss of a batch."""
         return self.layer(batch[0]).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -110,7 +111,7 @@ class Model(pl.LightningModule):
 
 
 def sets() -> dict[str, list[pl.Callback]]:
-    """Return the callbacks of each fit; `all of these` is the recipe `lm` without tiled loss and samples."""
+    """Return the callbacks of each fit; `all of these` is `lm` without the tiled loss and the text sample."""
 
     def of_lm() -> list[pl.Callback]:
         return [
@@ -147,7 +148,7 @@ def fit(name: str, callbacks: list[pl.Callback], turns: Turns, num_steps: int, f
 
 
 def measure(num_steps: int) -> dict[str, list[float]]:
-    """Return the mean step times of all turns, by set."""
+    """Return the mean step times of all turns, for each set of plugins."""
     found: dict[str, list[float]] = {}
     plugins = sets()
     turns = Turns(list(plugins))
@@ -165,13 +166,13 @@ def measure(num_steps: int) -> dict[str, list[float]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each set."""
+    """Return a table with one row per set of plugins."""
     formats = {"step_us": ".0f", "added_us": ".1f", "of_lightning": ".1%"}
     return rows_table(content["rows"], formats)
 
 
 def main() -> None:
-    """Measure, print the table, and keep the figures."""
+    """Measure, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="steps of each fit")
     given = parser.parse_args()

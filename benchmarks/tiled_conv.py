@@ -1,12 +1,12 @@
-"""Measure convolutions in tiles: peak memory and CPU time of a step of a U-Net, and of 1x1 convolutions.
+"""Measure the peak memory and the CPU time of a tiled U-Net, and of 1x1 and patch convolutions.
 
 The U-Net has three levels of two 3x3 convolutions with SiLU and without norms, and 16 channels at full
-resolution. A strided convolution leads down and a transposed one up. Its output is added to the level's
-output on the way down, or concatenated with it. One image, float32, one thread. Memory is counted in addition
-to weights and inputs (`report/live_bytes`). The variants alternate, and the CPU time of the fastest round
-counts.
+resolution. A strided convolution reduces the resolution, and a transposed convolution increases it. The
+output of the transposed convolution and the skip connection are added or concatenated. A step trains on one
+image, in float32 and on one thread. Memory is counted in addition to weights and inputs
+(`report/live_bytes`). The variants alternate, and the table shows the CPU time of the fastest round.
 
-The second part computes 1x1 and patch convolutions by torch's convolution, and as a matrix product of a view.
+The second part computes 1x1 and patch convolutions with torch's convolution, and as a matrix product.
 
     OMP_NUM_THREADS=1 python benchmarks/tiled_conv.py --json benchmarks/tiled_conv.json
 """
@@ -61,7 +61,7 @@ class UNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [batch, 2, *space] of an image [batch, 1, *space]."""
+        """Return the output [batch, 2, *space] for images [batch, 1, *space]."""
         skips: list[Tensor] = []
         for level in self.down:
             x = level(x)
@@ -73,12 +73,12 @@ class UNet(nn.Module):
         return x
 
     def joined(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Return the sum or the concatenation."""
+        """Return the sum or the concatenation of `x` and `skip`."""
         return torch.cat([x, skip], 1) if self.concatenates else x + skip
 
 
 def models(axes: int, *, concatenates: bool) -> dict[str, nn.Module]:
-    """Return equal models, computed in different ways."""
+    """Return models with equal weights, which are computed in different ways."""
     found: dict[str, nn.Module] = {
         name: UNet(axes, concatenates=concatenates) for name in ("plain", "each level under a checkpoint")
     }
@@ -92,7 +92,7 @@ def models(axes: int, *, concatenates: bool) -> dict[str, nn.Module]:
 def steps(
     axes: int, side: int, *, concatenates: bool
 ) -> dict[str, tuple[Callable[[], object], list[Tensor]]]:
-    """Return forward and backward pass of each model, and the tensors that exist before it."""
+    """Return a step of each model as a function, and the tensors that exist before the step."""
     torch.manual_seed(1)
     x, target = torch.randn(1, 1, *[side] * axes), torch.randn(1, CLASSES, *[side] * axes)
 
@@ -118,7 +118,7 @@ def by_matmul(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def patches_by_matmul(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return a patch convolution as one matrix product; one row has the pixels of one patch."""
+    """Return a patch convolution as one matrix product, in which each row has the pixels of one patch."""
     side = weight.shape[-1]
     patches = x.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 1, 3, 5)
     return F.linear(patches.flatten(3), weight.flatten(1), bias).permute(0, 3, 1, 2)
@@ -127,7 +127,7 @@ def patches_by_matmul(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def products(
     channels: int, outputs: int, side: int, kernel: int, *, last: bool
 ) -> dict[str, tuple[Callable[[], object], list[Tensor]]]:
-    """Return forward and backward pass of a convolution, by torch and as a matrix product."""
+    """Return functions for a convolution with gradients, computed by torch and as a matrix product."""
     torch.manual_seed(1)
     memory_format = torch.channels_last if last else torch.contiguous_format
     x = torch.randn(1, channels, side, side).to(memory_format=memory_format)
@@ -170,13 +170,13 @@ def peak_bytes(step: Callable[[], object], before: list[Tensor]) -> int:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each scene and variant."""
+    """Return a table with one row per scene and variant."""
     formats = {"peak_mib": ".1f", "of_base": ".2f", "cpu_s": ".3f", "times_base": ".2f"}
     return rows_table(content["rows"], formats)
 
 
 def main() -> None:
-    """Measure, print the table, and keep the figures."""
+    """Measure, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(

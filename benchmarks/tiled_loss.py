@@ -1,12 +1,13 @@
-"""Compare losses of a large vocabulary (memory, time, errors): full logits, torch, Liger, and ours.
+"""Compare the memory, time and error of losses over a large vocabulary: full logits, torch, Liger, ours.
 
-Memory is the peak of allocated bytes in forward and backward pass, in addition to the inputs; it includes the
-gradients. Errors are relative errors of the norm, against float64 with the same inputs. The losses alternate
-in rounds on one thread, and the CPU time of the fastest round counts. Liger has no kernels for a CPU.
-Triton's interpreter runs them, so Liger's memory and errors are valid and its time is not.
+Memory is the peak of allocated bytes in the forward and backward pass. This peak includes the gradients, but
+not the inputs. An error is the norm of the difference to float64, relative to the norm of the float64 result.
+The losses alternate in rounds on one thread, and the table shows the CPU time of the fastest round. Liger has
+no kernels for a CPU. Triton's interpreter runs Liger's GPU kernels, so Liger's memory and errors are valid,
+but its time is not shown.
 
-The second table shows float16 with a loss scale. It has the gradients of the weight's rows that are no
-target. They underflow if they are computed before scaling.
+The second table shows float16 with a loss scale. Its errors are those of the gradients of weight rows whose
+class is no target. These gradients underflow if a loss computes them before the loss is scaled.
 
     TRITON_INTERPRET=1 OMP_NUM_THREADS=1 python benchmarks/tiled_loss.py --json benchmarks/tiled_loss.json
 """
@@ -35,17 +36,17 @@ MOST_MB = {
     (torch.float32, True): 17.6,
     (torch.bfloat16, True): 9.0,
 }
-"""Goals by dtype and whether the weight is frozen."""
+"""Maximum MB as a goal, by dtype and by whether the weight is frozen."""
 MOST_LOSS_ERROR = 2e-6
 MOST_TIME = 1.0
-"""Relative to the fastest of torch's losses."""
+"""Maximum time as a goal, relative to the fastest of torch's losses."""
 OURS = "lightning_eff"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def by_torch(x: Tensor, weight: Tensor, target: Tensor, reduction: str = "mean", **options: Any) -> Tensor:
-    """Compute by `F.linear_cross_entropy` in chunks of 128 rows, its fastest setting here."""
+    """Compute the loss by `F.linear_cross_entropy` in chunks of 128 rows, the fastest setting here."""
     function, options_of = nn.functional.linear_cross_entropy, nn.LinearCrossEntropyOptions  # pyright: ignore[reportAttributeAccessIssue]
     chosen = options_of(batch_chunk_size=128, chunking_method=None, **options)
     return function(x, weight, target, reduction=reduction, options=chosen).mean()
@@ -74,7 +75,7 @@ def contenders() -> dict[str, Loss]:
 
 
 def peak_mb(run: Callable[[], Any]) -> float:
-    """Return the peak of MB (10^6 bytes) allocated in addition to what was allocated before."""
+    """Return the peak of the MB (10^6 bytes) that a function allocates."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
@@ -118,7 +119,7 @@ def seconds(runs: dict[str, Loss], make: Callable[[], Inputs], rounds: int) -> d
 
 
 def verdict(row: dict[str, Any], plain: dict[str, Any], most_mb: float) -> str:
-    """Return the missed goals."""
+    """Return text about the goals that our loss misses."""
     missed = [f"{most_mb} MB"] if round(row["MB"], 1) > most_mb else []
     missed += ["time"] if round(row["time ratio"], 2) > MOST_TIME else []
     missed += ["loss error"] if row["loss error"] > MOST_LOSS_ERROR else []
@@ -158,7 +159,7 @@ def case(dtype: torch.dtype, sizes: tuple[int, ...], rounds: int, *, is_frozen: 
 
 
 def float16_rows(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the gradients' errors in rows that are no target, with a loss scale."""
+    """Return the gradients' errors in weight rows whose class is no target, with a loss scale."""
     num_rows, width, num_classes = sizes
     torch.manual_seed(0)
     x, weight = torch.randn(num_rows, width).half(), (torch.randn(num_classes, width) * STD).half()
@@ -172,7 +173,7 @@ def float16_rows(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     exact = exact[others] * LOSS_SCALE
     rows: list[dict[str, Any]] = []
     losses = contenders()
-    losses.pop("liger", None)  # its chunks have few rows, which take too long in float16 on a CPU
+    losses.pop("liger", None)  # its chunks of few rows take too long in float16 on a CPU
     for name, loss in losses.items():
         trained = weight.clone().requires_grad_()
         _, found = torch.autograd.grad(loss(x, trained, target).float() * LOSS_SCALE, [x, trained])
@@ -182,14 +183,14 @@ def float16_rows(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each loss in each format, and those of float16."""
+    """Return a table with one row per dtype and loss, and a table for float16."""
     formats = {"MB": ".1f", "s": ".3f", "time ratio": ".2f", "zeros": ".1%"}
     formats |= dict.fromkeys(("loss error", "x error", "weight error", "error"), ".1e")
     return "\n\n".join(rows_table(content[name], formats) for name in ("rows", "float16"))
 
 
 def main() -> None:
-    """Measure, print the tables, and keep the figures."""
+    """Measure, print the tables, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--sizes", type=int, nargs=3, default=SIZES, metavar=("N", "D", "V"))

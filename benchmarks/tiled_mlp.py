@@ -1,9 +1,9 @@
-"""Measure an MLP in tiles: peak memory, CPU time and gradient hooks of one forward and backward pass.
+"""Measure the peak memory, the CPU time and the gradient hooks of a tiled MLP's forward and backward pass.
 
-SwiGLU with 256 features, 1024 hidden features, 4096 tokens, float32, one thread. Memory is counted in
-addition to weights and inputs (`report/live_bytes`). The variants alternate, and the CPU time of the fastest
-round counts. They are the unmodified MLP, the MLP under one checkpoint, this package's tiles, and Liger's
-tiles if `liger_kernel` is installed.
+The MLP is a SwiGLU with 256 features and 1024 hidden features, on 4096 tokens, in float32 on one thread.
+Memory is counted in addition to weights and inputs (`report/live_bytes`). The variants alternate, and the
+table shows the CPU time of the fastest round. The variants are the unmodified MLP, the MLP under one
+checkpoint, this package's tiles, and Liger's tiles if `liger_kernel` is installed.
 
     OMP_NUM_THREADS=1 python benchmarks/tiled_mlp.py --json benchmarks/tiled_mlp.json
 """
@@ -90,7 +90,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def counted(run: Any, mlp: nn.Module) -> tuple[int, int, float]:
-    """Return added peak bytes, the number of gradient hooks, and the largest gradient error (to float64)."""
+    """Return added peak bytes, the number of hook calls, and the largest gradient error (to float64)."""
     x, grad = inputs()
     exact = built().double()
     exact(x.detach().double()).backward(grad.double())
@@ -125,13 +125,13 @@ def seconds(found: dict[str, tuple[Any, nn.Module]], rounds: int) -> dict[str, f
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return a row for each variant."""
+    """Return a table with one row per variant."""
     formats = {"cpu_s": ".3f", "peak_mib": ".1f", "of_plain": ".3f", "times_plain": ".2f", "error": ".1e"}
     return rows_table(content["rows"], formats)
 
 
 def main() -> None:
-    """Measure, print the table, and keep the figures."""
+    """Measure, print the table, and write the figures to the JSON file."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
