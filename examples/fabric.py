@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A custom loop under Fabric
 #
-# A small language model and a hand-written loop. Techniques are functions that change the model;
-# `ExactGradient` computes a step in micro-batches. Three runs do the same training, each in less memory than
-# the one before. Install: `pip install lightning-eff`. Takes less than a minute on two CPU cores.
+# A small language model trains in a hand-written loop. Techniques are functions that change the model;
+# `ExactGradient` computes a step in micro-batches. Three runs do the same training, and each run needs less
+# memory than the previous run. Install: `pip install lightning-eff`.
+# The example takes less than a minute on two CPU cores.
 
 # %%
 from pydoc_data import topics

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A GAN, stopped and resumed exactly
 #
-# A GAN in manual optimization learns scikit-learn's handwritten digits. It is stopped within an epoch and
-# resumed: by Lightning alone, and with `ExactResume`, which keeps the order of samples and random numbers.
+# A GAN in manual optimization learns scikit-learn's handwritten digits. A run that stops within an epoch is
+# resumed twice: without and with `ExactResume`, which restores the order of samples and the random numbers.
 # Install: `pip install 'lightning-eff[images]'`. Takes less than a minute on two CPU cores.
 
 # %%
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import EfficiencyReport, ExactResume, ModuleOptimizer
 
-MAX_STEPS = 300  # Lightning counts each optimizer's steps: this GAN makes two a batch
+MAX_STEPS = 300  # Lightning counts the steps of all optimizers; a batch takes two
 QUIET = {"logger": False, "enable_checkpointing": False}
 
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Long sequences
 #
-# A small Llama trains on one sequence at a time. Each run adds a technique that removes the largest remaining
-# use of memory: the loss, the activations of all blocks, the MLP of one block. The training stays the same.
+# A small Llama trains on one sequence at a time. Each run adds a technique against the largest use of memory:
+# first the loss, then the activations of all blocks, then the MLP of one block. The training stays the same.
 # Install: `pip install 'lightning-eff[hf]'`, no download. Takes less than a minute on two CPU cores.
 
 # %%

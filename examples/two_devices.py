@@ -1,11 +1,11 @@
 # %% [markdown]
 # # Two devices
 #
-# Two CPU processes train one model, each with a full copy (DDP) or a shard (FSDP2). So a laptop can test what
-# a cluster runs. Install: `pip install lightning-eff`. Takes less than a minute on two CPU cores.
+# Two CPU processes train one model. Each process has a full copy (DDP) or a shard (FSDP2), as on a cluster.
+# Install: `pip install lightning-eff`. Takes less than a minute on two CPU cores.
 #
-# Lightning starts this file again for the second process. It cannot start a notebook again: there, save the
-# code as a file and run `!python two_devices.py`.
+# Lightning starts this file again for the second process, which does not work in a notebook. In a notebook,
+# save the code as a file, and run `!python two_devices.py`.
 
 # %%
 import os
@@ -51,7 +51,7 @@ def train(name, strategy):
         callbacks=[GradientAccumulation(global_batch_size=32), report],
         **QUIET,
     )
-    trainer.fit(Encoder(), DataLoader(data, batch_size=8))  # a step: 8 samples, on 2 devices, 2 times
+    trainer.fit(Encoder(), DataLoader(data, batch_size=8))  # a step: 8 samples x 2 devices x 2 batches
     peak, loss = report.report["measured"]["peak_bytes"] / 2**20, report.report["losses"][-1][1]
     if trainer.is_global_zero:
         print(f"{name}: peak memory {peak:.1f} MiB on each device, loss {loss:.4f}")
