@@ -1,8 +1,8 @@
 """Test whether a module computes each token from that token alone, without reading the module's weights.
 
-`callbacks/tiled_mlp` calls `check_token_wise` before it tiles a module. The test checks in float64 that `f(x)
-== cat(f(tile), ...)`. x holds random tokens of several samples, and `split` cuts x into tiles. The test runs
-on a stand-in, a copy of the module with other weights. In the stand-in, plain linear layers, which are
+`callbacks/tiled_mlp` calls `check_token_wise` before it tiles a module. The test checks in float64 that
+`f(x) == cat(f(tile), ...)`. x holds random tokens of several samples, and `split` cuts x into tiles. The test
+runs on a stand-in, a copy of the module with other weights. In the stand-in, plain linear layers, which are
 token-wise by definition, become cheap functions of the same sizes; other parameters become random. So the
 real weights may be sharded, quantized, on the meta device, or fake tensors (in `plan`). The test needs no
 memory of the weights' size, and changes neither the module nor the random generators.
