@@ -8,9 +8,9 @@ For a loader without a batch size (WebDataset, a stream, a custom batch sampler,
 weighted by its number of samples, or by the weight that `training_step` returns.
 
 If the loss is a mean over other items than samples (tokens without padding, boxes, pixels), `training_step`
-must return `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, the gradient is
-the mean over the existing batches. The training loop is in microbatching/lightning_loop.py, and the scale
-factors are in microbatching/window.py.
+must return `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, the
+gradient is the mean over the existing batches. The training loop is in microbatching/lightning_loop.py, and
+the scale factors are in microbatching/window.py.
 
 On several ranks, loaders may return different numbers of batches (streams, WebDataset, uneven shards). A rank
 that has no batch left repeats its last batch with weight 0 until no rank has a batch. So all ranks make the
