@@ -4,7 +4,7 @@
     Y [T, N] = A @ W2.T + b2
 
 `callbacks/triton_gemm` calls `fuse_mlps`. For the backward pass, autograd saves H and A, and with a gate also
-G and act(G). This function saves only H and G, and its backward pass recomputes A in one pointwise pass
+G and act(G). The fused function saves only H and G, and its backward pass recomputes A in one pointwise pass
 without a GEMM. The GEMMs have the autocast, the backends and the in-place gradients of `kernels/linear.py`.
 
 MLPs of GPT- and Llama-like blocks are recognized by their computation, not by their names. A module's forward
@@ -67,7 +67,7 @@ class FusedMLP:
     """Replaces the forward of an MLP; stored in the module's attribute `forward`.
 
     Args:
-        module: The MLP. If the module changes after it was recognized, its own forward runs.
+        module: The MLP. If the module changes after it was recognized, the module's own forward runs.
         layers: The MLP's layers.
         accumulation: Decides whether weight gradients may be added in place.
     """

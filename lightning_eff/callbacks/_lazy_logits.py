@@ -8,8 +8,8 @@ and so does every call that no rule covers. Full logits are computed as the mode
 with their gradients. The result is correct but slower, and `readers` counts these calls.
 
 Losses and full logits are computed later, in a call of the projection that runs the module's hooks. In these
-hooks, ZeRO-3 and FSDP2 gather the weights and prepare the backward pass. The first call skips the hooks, so
-they run only once.
+hooks, ZeRO-3 and FSDP2 gather the weights and prepare the backward pass. The first call of the projection
+skips the hooks, so each hook runs once.
 
 Why not replace the model's loss or its forward: each model and library uses other functions there. A patch
 that overlooks a function would give a wrong result; here, an unknown function gets full logits.
@@ -56,7 +56,7 @@ METADATA = {
 }  # fmt: skip
 """Methods and attributes that read no values."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
-"""Identities that DeepSpeed 0.19 applies to a module's output; other functions may change the gradient."""
+"""Autograd functions of DeepSpeed 0.19 that leave a module's output and its gradient unchanged."""
 FABRIC = "lightning.fabric.wrappers"
 """Module of the hook with which Fabric 2.6 checks that Fabric itself runs the backward pass."""
 _untraced: Any = torch.compiler.disable
@@ -70,7 +70,7 @@ class Form:
         temperature: Divisor of the logits.
         softcap: Bound of the logits; with None, no tanh is applied.
         is_class_second: Whether the classes are the second axis, as in `F.cross_entropy`.
-        is_log: Whether a log-softmax follows.
+        is_log: Whether a log-softmax is applied last.
     """
 
     temperature: float = 1.0
@@ -225,7 +225,7 @@ class LateProjection:
         tile_budget_mib: As in `linear_cross_entropy`.
 
     Raises:
-        ConfigError: The layer is of another class.
+        ConfigError: The class of the module is not supported.
     """
 
     def __init__(self, module: nn.Module, name: str, *, tile_budget_mib: float | None = None) -> None:
@@ -257,7 +257,7 @@ class LateProjection:
         self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001
 
     def restore(self) -> None:
-        """Make the module compute its logits during its call again."""
+        """Restore the module's own call, which computes the logits immediately."""
         self._step_hook.remove()
         for name, own in (("forward", self._in_forward), ("_call_impl", self._call)):
             # Another library may have replaced the method since; its replacement must stay.
@@ -361,8 +361,8 @@ class LateProjection:
     def compute(self, call: Call, reader: str) -> None:
         """Compute all logits of a call that are still referenced, as the model would have computed them.
 
-        All are computed together, so that a later in-place write changes a tensor and its views, and nothing
-        else.
+        Derived logits are computed at the same time, so that a later in-place write changes a tensor and its
+        views, and no other logits.
         """
         self.readers[reader] += 1
         for each in call.logits:
@@ -475,7 +475,7 @@ def _cast(logits: LazyLogits, use: Use) -> Any:
 
 
 def _detached(logits: LazyLogits, _: Use) -> dict[str, Any]:
-    # Keep x itself without gradients: an autograd function may detach an input that it returns.
+    # Keep x itself while gradients are disabled: an autograd function may detach an input that it returns.
     x = logits.x.detach() if torch.is_grad_enabled() else logits.x
     return {"x": x, "requires_grad": False}
 
@@ -587,6 +587,6 @@ RULES: dict[Any, Callable[[LazyLogits, Use], Any]] = {
 }
 """Rules of the functions that accept lazy logits; every other function gets full logits.
 
-A rule returns the function's result, or a dictionary of changed arguments of `_lazy` for derived logits. It
-returns None if the function needs full logits.
+A rule returns the function's result, or a dictionary of changed arguments of `_lazy` for derived logits. A
+rule returns None if the function needs full logits.
 """

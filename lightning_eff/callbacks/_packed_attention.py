@@ -1,12 +1,12 @@
 """Attention within the documents of packed rows, for models of transformers, without a T x T mask.
 
-`callbacks/attention` installs this attention. Packed rows [B, T] hold several documents; `position_ids` start
-at 0 in each document. A variable-length kernel computes all rows as one sequence of B x T tokens. The kernel
-gets the starts of the documents in place of a mask. The starts are computed once per batch, since every layer
-gets the same tensor of positions.
+`callbacks/attention` installs this attention function. Packed rows [B, T] hold several documents;
+`position_ids` start at 0 in each document. A variable-length kernel computes all rows as one sequence of B x
+T tokens. The kernel gets the starts of the documents in place of a mask. The starts are computed once per
+batch, since every layer gets the same tensor of positions.
 
 transformers masks documents only in calls without a cache and without an `attention_mask`; by default, a call
-makes a cache. In any other call, each document silently attends to earlier documents of its row. The hook
+makes a cache. In all other calls, each document silently attends to earlier documents of its row. The hook
 `reject_joined_documents` raises an error after such a call.
 """
 
@@ -34,7 +34,7 @@ MASK_TENSORS = 2
 MIN_CAPABILITY = 80
 MAX_HEAD_SIZE = 256
 MAX_CHECKED = 4096**2
-"""Maximum number of (query, key) pairs per row for which the mask is compared with the documents."""
+"""Maximum number of (query, key) pairs per row at which the mask is compared with the documents."""
 
 
 class Documents(NamedTuple):
@@ -326,7 +326,8 @@ def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
 
     Args:
         position_ids: Positions `[B or 1, T]`, which start at 0 in each document.
-        attention_mask: Mask `[B, T]` with 0 for padding, where positions are ignored; None without padding.
+        attention_mask: Mask `[B, T]`, 0 for padding; positions of padding are ignored. None if there is no
+            padding.
 
     Example:
         >>> positions = torch.tensor([[0, 1, 2, 0, 1]])

@@ -127,7 +127,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
 
 
 def _sizes(module: nn.Module) -> list[int]:
-    """Return the numbers of features inside a module; the most likely number of its input comes first."""
+    """Return the feature counts inside a module; the most likely count of the module's input comes first."""
     sizes: list[int] = []
     for part in module.modules():
         if isinstance(part, nn.Linear):
@@ -157,7 +157,7 @@ def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
 
 
 def _compare(trial: nn.Module, x: Tensor) -> str:
-    """Run the stand-in with and without tiles; return the difference in words, empty if there is none."""
+    """Compare the stand-in's outputs with and without tiles; describe the difference, if there is one."""
     before = _contents(trial)
     with _Observed() as observed:
         full = trial(x)

@@ -18,7 +18,8 @@ Batches without packed documents are computed by `sdpa`.
 Saves: scores and dense masks of attention, B x T x T values per layer. Nothing is saved if a fused kernel
     already runs; the report names the kernel.
 Costs: none after the first batch, except that each packed batch waits for the GPU once, to find the
-    documents. Variable-length kernels sum in another order than the kernel for dense masks.
+    documents. Variable-length kernels add in another order than the kernel for dense masks, so results may
+    round differently.
 When not: the report already names a fused backend.
 Conflicts: none. Packing supports only models of transformers; attention dropout needs `packing=dense`.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html;
@@ -237,7 +238,7 @@ class Attention(Managed):
             warnings.warn(f"Attention had no effect: {outcome.did}", NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Report the backends of the first batch, and the masks that packed rows avoided."""
+        """Report the backends of the first batch, and the masks that were avoided for packed rows."""
         packed = self._packed
         calls = ", ".join(f"{count} by {name}" for name, count in self._calls.most_common())
         parts = [f"backends {', '.join(self._names)}"] if self._names else []

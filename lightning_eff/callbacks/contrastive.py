@@ -3,23 +3,23 @@
 The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
 `return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. The
 replacement embeds the batch in micro-batches without keeping activations. The replacement returns the
-embeddings of the full batch, gathered from all ranks. When the backward pass reaches the embeddings, it
-recomputes one micro-batch at a time. The gradient of the micro-batch's embeddings then continues through the
-recomputed graph. Why not one backward pass per micro-batch, with a surrogate loss: with a single backward
-pass, everything else works as without this callback. That includes loss scaling, accumulation, reduction over
-ranks, backward hooks and parameters of the loss (a temperature).
+embeddings of the full batch, gathered from all ranks. When the backward pass reaches the embeddings, the
+callback recomputes one micro-batch at a time. The gradient of the micro-batch's embeddings then continues
+through the recomputed graph. Why not one backward pass per micro-batch, with a surrogate loss: with a single
+backward pass, everything else works as without this callback. Loss scaling, accumulation, reduction over
+ranks, backward hooks and parameters of the loss (a temperature) are examples.
 
 The recomputation of a micro-batch has the random numbers, autocast, attributes and buffers of the first
-computation. Values that the recomputation writes or logs are dropped. `embed` must not compare samples; the
-callback checks this on a few samples before it first splits a batch. `embed` may be called several times in a
-step (for two views). The results of `embed` have one row per sample: embeddings, and labels if the loss needs
-labels.
+computation. Values that the recomputation writes or logs are dropped. `embed` must not compare samples. The
+callback checks a few samples for this before the first split of a batch. `embed` may be called several times
+in a step (for two views). The results of `embed` have one row per sample: embeddings, and labels if the loss
+needs labels.
 
 Each rank computes the loss over the embeddings of all ranks; the step minimizes the mean of the ranks'
 losses. Batches may differ in size between ranks, unless the ranks shard parameters. If a step has several
 batches, the loss compares samples only within one batch.
 
-With `auto` as micro-batch size, the full batch is tried first. After an OOM, everything that the step has
+With `micro_batch_size=auto`, the full batch is tried first. After an OOM, everything that the step has
 changed is restored, and the step runs again in micro-batches of half the size. Checkpoints store the size.
 
 Saves: activations: only one micro-batch's activations are in memory at a time. Embeddings and the tensors of
@@ -105,8 +105,8 @@ class Contrastive(Managed):
     Raises:
         ConfigError: The module has no method `embed`, or `embed` returned anything but tensors with one row
             per sample.
-        ConflictError: `embed` compares samples, `training_step` does not call it, or batches differ in size
-            on ranks that shard parameters.
+        ConflictError: `embed` compares samples, `training_step` does not call `embed`, or batches differ in
+            size on ranks that shard parameters.
         RecomputationError: `embed` changes its inputs or frozen parameters in place.
 
     Warns:
@@ -277,7 +277,8 @@ class Contrastive(Managed):
     def _check_apart(self, module: pl.LightningModule, embed: Embed, batch: Any, num_samples: int) -> None:
         """Reject an `embed` that compares samples.
 
-        Without comparisons, the mean of a function of the rows is the same over a batch as over its parts.
+        If samples are not compared, the mean of a function of the rows is the same for a batch and for its
+        parts.
         """
 
         def run(part: MicroBatchPart) -> Tensor:
@@ -319,7 +320,7 @@ class Contrastive(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Report how batches were embedded."""
+        """Report the micro-batch size, the split batches, the gathering and the out-of-memory errors."""
         size, is_gathered = self._size, self.gather and self._num_ranks > 1
         if not self._num_calls:
             return Outcome(did="no training data yet", effective=False)

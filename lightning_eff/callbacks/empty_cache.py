@@ -7,8 +7,8 @@ emptied between two steps, when activations have been freed. On a CPU, the cache
 
 Saves: memory that the allocator caches but does not use, when tensor sizes change or other processes need the
     GPU.
-Costs: the next step requests memory from the driver again. This takes up to about 10 % of the time if the
-    cache is emptied after every step. The time is logged in milliseconds.
+Costs: the next step requests memory from the driver again. The requests take up to about 10 % of the time if
+    the cache is emptied after every step. The time for emptying is logged in milliseconds.
 When not: tensor sizes never change.
 Conflicts: none. On CUDA, `PYTORCH_ALLOC_CONF=expandable_segments:True` prevents most of this fragmentation.
 Source: `torch_empty_cache_steps` of Hugging Face's Trainer;
@@ -36,7 +36,7 @@ from lightning_eff.core.text import human_bytes
 
 @dataclass(frozen=True)
 class Released:
-    """Bytes that were returned by emptying the cache once, and the time in seconds."""
+    """Result of emptying the cache once: the returned bytes, and the time in seconds."""
 
     returned_bytes: int
     elapsed_s: float

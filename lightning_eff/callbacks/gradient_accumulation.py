@@ -1,20 +1,20 @@
 """Accumulate the gradients of several batches per optimizer step into the gradient of one large batch.
 
-`global_batch_size` is the number of samples per optimizer step on all ranks. The callback divides this number
-by the loader's batch size and by the number of ranks, to set the number of batches per step
-(`accumulate_grad_batches`). So a run on more devices, or with smaller batches, makes steps of the same size.
-For a loader without a batch size (WebDataset, a stream, a custom batch sampler, several loaders), set
-`num_batches` instead, the number of batches per step on each rank. Batches may differ in size. Each batch is
-weighted by its number of samples, or by the weight that `training_step` returns.
+`global_batch_size` is the number of samples per optimizer step on all ranks. The number of batches per step
+(`accumulate_grad_batches`) is the global batch size, divided by the loader's batch size and by the number of
+ranks. So a run on more devices, or with smaller batches, makes steps of the same size. For a loader without a
+batch size (WebDataset, a stream, a custom batch sampler, several loaders), set `num_batches` instead, the
+number of batches per step on each rank. Batches may differ in size. Each batch is weighted by its number of
+samples, or by the weight that `training_step` returns.
 
 If the loss is a mean over other items than samples (tokens without padding, boxes, pixels), `training_step`
-must return `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, the
-gradient is the mean over the existing batches. The training loop is in microbatching/lightning_loop.py, and
-the scale factors are in microbatching/window.py.
+must return `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, its
+gradient is the mean over the batches that the step has. The training loop is in
+microbatching/lightning_loop.py, and the scale factors are in microbatching/window.py.
 
 On several ranks, loaders may return different numbers of batches (streams, WebDataset, uneven shards). A rank
 that has no batch left repeats its last batch with weight 0 until no rank has a batch. So all ranks make the
-same number of steps, and end epochs together. `num_batches=1` enables this behavior without accumulation.
+same number of steps, and end epochs together. `num_batches=1` supports such loaders without accumulation.
 Ranks with different numbers of batches are weighted by their samples or by the returned weights. If ranks
 have equal numbers of batches and no weights, all ranks have the same weight.
 
@@ -25,12 +25,12 @@ Saves: activations: only one of the step's batches is in memory at a time.
 Costs: a step takes the time of all its batches. Weights that are tensors on a GPU cost one synchronization
     per micro-batch. Weights on several ranks cost an all-reduce of one number per step. If the lengths of the
     loaders are unknown or differ, each batch costs an all-reduce of two numbers.
-When not: the batch fits: one large batch is faster.
+When not: the batch fits, because one large batch is faster.
 Conflicts: these are all rejected: a loss that is not a mean over samples; `optimizer.step()` in
     `training_step`; optimizers that evaluate the closure again (LBFGS, SAM); manual optimization; Lightning's
     own `accumulate_grad_batches`, GradientAccumulationScheduler and DeepSpeedStrategy, which accumulates
     itself.
-Source: the exact gradient of a weighted mean; Lightning's own accumulation deviates from it:
+Source: the exact gradient of a weighted mean; Lightning's own accumulation deviates from this gradient:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """
 
@@ -212,7 +212,7 @@ class GradientAccumulation(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the current number of batches again: a resumed run may start in the middle of a schedule."""
+        """Set the current number of batches again, because a schedule may apply to a resumed run."""
         dataloaders.restore_loader_state(trainer)
         self._set_current(trainer)
         loaders = trainer.train_dataloader

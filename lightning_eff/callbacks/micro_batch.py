@@ -6,10 +6,10 @@ values that are not split, such as class weights, positions, or a mask shared by
 is weighted by its number of samples, or by the `loss_weight` that `training_step` returns next to the mean
 loss. So the gradient equals the gradient of the full batch.
 
-With `auto` as micro-batch size, the full batch is tried first. When memory runs out in the forward or
-backward pass, everything that the step has changed (random states, buffers, metrics) is restored. The step is
-then computed again with half the micro-batch size. The result is bit-identical to a run that started with
-this size. Checkpoints store the size.
+With `micro_batch_size=auto`, the full batch is tried first. When memory runs out in the forward or backward
+pass, everything that the step has changed (random states, buffers, metrics) is restored. The step is then
+computed again with half the micro-batch size. The result is bit-identical to a run that started with this
+size. Checkpoints store the size.
 
 With `find`, the callback tries several sizes before the first step, and uses the largest size that fits. Each
 trial includes an optimizer step; all changes of a trial are undone. `search()` repeats these trials during
@@ -19,7 +19,7 @@ Saves: activations: only one micro-batch's activations are in memory at a time. 
     after an out-of-memory error.
 Costs: micro-batches that are too small for the device are slow. `auto` copies random states and buffers in
     each step, and keeps all batches of the step. Before each update, `auto` copies parameters, gradients and
-    optimizer state to host memory; on a GPU, it does so before the first update only. On several ranks,
+    optimizer state to host memory; on a GPU, only the first update is preceded by a copy. On several ranks,
     `auto` averages gradients after the backward pass instead of during it. After an out-of-memory error the
     step runs again, including its hooks (`on_after_backward`, and the hooks around `zero_grad`). Batch norms
     and other layers that normalize over a batch compute statistics per micro-batch.
@@ -92,7 +92,7 @@ class MicroBatch(Managed):
     try_as = (
         Try(
             overrides=("callbacks.micro_batch.micro_batch_size={part}",),
-            # With accumulation, a smaller batch of the loader does the same; batch norms change the result.
+            # With accumulation, a smaller loader batch has the same effect; batch norms change the result.
             excludes=("callbacks/gradient_accumulation", "run/batch_norm"),
         ),
     )
@@ -211,7 +211,8 @@ class MicroBatch(Managed):
             with trainer.precision_plugin.train_step_context():
                 return module.training_step(*(part.batch, 0)[:num_arguments])
 
-        # A run would reject a loss that is not a mean over samples, so this must not suggest it.
+        # A run would reject a loss that is not a mean over samples, so micro-batches must not be suggested
+        # for this loss.
         is_low, size = (
             not str(trainer.precision).startswith(("32", "64")),
             MicroBatchSize(None, is_auto=False),

@@ -52,7 +52,7 @@ GRADIENT_HOOKS = (
     "on_before_zero_grad",
     "optimizer_zero_grad",
 )
-"""Hooks that Lightning 2.6 calls between an optimizer step and the freeing of its gradients."""
+"""Hooks that Lightning 2.6 calls after an optimizer step, while the gradients are still in memory."""
 
 
 class OptimizerChoice(Managed):
@@ -130,7 +130,7 @@ class OptimizerChoice(Managed):
             remedy = Remedy("optimizer=module", "leave out OptimizerChoice")
             raise ConfigError(key="", value=fault, allowed=allowed, remedies=[remedy])
         is_kept = keep_own and is_overridden("configure_optimizers", module)
-        # Lightning's call reads the module's groups, which may have their own learning rates.
+        # Lightning's call also reads the module's parameter groups, which may set learning rates.
         own = module.configure_optimizers if is_kept else None
         self._is_attached = True
         self.cleanup.callback(setattr, self, "_is_attached", False)  # noqa: FBT003 - setattr's own argument
@@ -161,7 +161,7 @@ class OptimizerChoice(Managed):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Set before the rules are checked: if a rule rejects the optimizer, its hooks must still be removed.
+        # Register the cleanup before the rules are checked: a rejected optimizer must lose its hooks too.
         optimizer: Any = trainer.optimizers[0]
         self._built = optimizer
         # Optimizers of the package schedulefree have these methods.
@@ -228,7 +228,7 @@ class OptimizerChoice(Managed):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            # The sanity check runs before training has begun.
+            # The sanity check runs before training has begun, so the evaluation weights stay.
             self._set_mode(train=not trainer.sanity_checking)
 
     @override

@@ -20,13 +20,13 @@ activations between them. Put such layers into an `nn.Sequential`.
 
 A segment is tiled if all these conditions hold, which are checked before the segment runs:
 
-- its input has at least `min_pixels` pixels, and a single tile would exceed the budget;
+- the segment's input has at least `min_pixels` pixels, and a single tile would exceed the budget;
 - the halo adds at most a quarter of the pixels;
 - the tiles need less memory than the activations that the layers would keep.
 
 A batch is divided into samples first, because a tile of full samples has no halo. A chain whose halo adds
-more than a quarter is cut into shorter chains. Tiles are used in evaluation too. There they save memory as
-well, and dropout draws the same numbers with and without gradients.
+more than a quarter of the pixels is cut into shorter chains. Tiles are used in evaluation too. In evaluation,
+tiles also save memory, and dropout draws the same numbers with and without gradients.
 
 Saves: activations between the convolutions of a chain, on large images and volumes.
 Costs: one more forward of the segments, which adds at most a third to their operations, and the halo. A block
@@ -86,7 +86,7 @@ def tile_convs(
     """Compute chains of convolutions of a model in tiles; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; containers whose forward is already replaced do not change.
+        model: Any module; the function skips containers whose forward is replaced already.
         modules: As in `TiledConv`.
         tile_budget_mib: As in `TiledConv`.
         min_pixels: As in `TiledConv`.
@@ -95,7 +95,7 @@ def tile_convs(
         The new forward of each container, by the container's name; the method `restore` undoes a replacement.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is no
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is no
             container.
 
     Warns:
@@ -157,7 +157,7 @@ class TiledConv(Tiling):
         min_pixels: Inputs with fewer pixels or voxels (samples x space) are not tiled.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is no
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is no
             container.
         ConflictError: The blocks are compiled, or another technique keeps the tiled activations.
 
@@ -281,7 +281,7 @@ class TiledContainer:
         if not isinstance(x, Tensor) or is_traced() or in_forward_mode():
             return type(self.module).forward(self.module, *args, **kwargs)
         named = list(children_of(self.module).items())
-        while named and not self._may_tile(x):  # small so far, but a later child may upsample x
+        while named and not self._may_tile(x):  # x is small so far, but a later child may upsample it
             x = named.pop(0)[1](x)
         # Axes of x: samples, channels, then space.
         children = [(name, child, read_module(child, x.dim() - 2, TiledContainer)) for name, child in named]
@@ -321,7 +321,7 @@ class TiledContainer:
         return num_pixels >= self.min_pixels
 
     def _segment(self, children: Sequence[Child], x: Tensor) -> tuple[int, Grid | None]:
-        """Return the number of children to compute next, and their tiles; (1, None) without tiles."""
+        """Return the number of children to compute next, and their tiles; (1, None) if no tiles are used."""
         run: list[tuple[LocalLayer, ...]] = []
         for _, _, found in children:
             if isinstance(found, str):

@@ -1,4 +1,4 @@
-"""Compute the loss of a language model in tiles, without holding all its logits [tokens, vocabulary].
+"""Compute the loss of a language model in tiles, without holding all logits [tokens, vocabulary].
 
 The logits, their gradient and the log-softmax between them are often the largest tensors of a step. With this
 callback, the output projection returns a placeholder for the logits, which are computed when a function reads
@@ -67,7 +67,8 @@ def tile_loss(
         if the model has no projection, or already computes its loss in tiles.
 
     Raises:
-        ConfigError: A value is outside its range, or the projection is not found or not a linear layer.
+        ConfigError: A value is outside its range, the projection is not found, or the projection is not a
+            linear layer.
 
     Warns:
         NoEffectWarning: The model has no output projection.
@@ -99,13 +100,14 @@ class TiledLoss(Tiling):
 
     Args:
         head: Name of the output projection (`model.lm_head`); with None, the projection is detected.
-        tile_budget_mib: Memory for the float32 logits of a tile, in MiB. With None, the larger of the size of
-            the hidden states and a default of the device. The default on a CPU is 16 MiB; a tile then has at
-            least 128 rows and at most an eighth of all rows. The default on a GPU is a 64th of the GPU's
-            memory; a tile then has at most 2,048 rows.
+        tile_budget_mib: Memory for the float32 logits of a tile, in MiB. With None, the budget is the larger
+            of the size of the hidden states and a default for the device. The default on a CPU is 16 MiB; a
+            tile then has at least 128 rows and at most an eighth of all rows. The default on a GPU is a 64th
+            of the GPU's memory; a tile then has at most 2,048 rows.
 
     Raises:
-        ConfigError: A value is outside its range, or the projection is not found or not a linear layer.
+        ConfigError: A value is outside its range, the projection is not found, or the projection is not a
+            linear layer.
 
     Warns:
         NoEffectWarning: The model has no output projection, or no loss was computed in tiles.
@@ -204,7 +206,7 @@ class TiledLoss(Tiling):
         loss = named.get("loss")
         if not isinstance(loss, Tensor) or named.get("loss_weight") is not None:
             return output
-        # An unchanged tiled mean has the same autograd node; a sum such as `loss + aux` has another node.
+        # An unchanged tiled mean keeps its autograd node; a sum such as `loss + aux` has another node.
         node = node_of(loss)
         targets = next((count for each, count in means if each is node), None)
         if targets is not None:
@@ -219,7 +221,7 @@ class TiledLoss(Tiling):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Compute the logits that are still held, and warn about backward passes that need weights."""
-        # Here too: the optimizer's own step hook runs before the closure, which computes the batch.
+        # Why here too: the optimizer's own step hook runs before the closure that computes the batch.
         for projection in self._tiled.values():
             projection.compute_held()
         passes, self._unweighted = self._unweighted, []
@@ -259,8 +261,8 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
 
     Hugging Face's models have a method that returns their output projection. In any other model, the
     projection is a linear layer outside of the repeated blocks. A layer that shares its weight with an
-    embedding is preferred. Without such a layer, it is the layer with the most outputs, if it has more
-    outputs than inputs.
+    embedding is preferred. Otherwise, the projection is the layer with the most outputs, if this layer has
+    more outputs than inputs.
 
     Args:
         model: The model.

@@ -1,24 +1,24 @@
 """Compute the MLPs of a model in tiles of tokens, so that only one tile's wide activations exist at a time.
 
-On long sequences, an MLP's wide activations take most of the memory of a block's backward pass. In a gated
-MLP, these are the outputs of two linear layers, an activation, an elementwise product and a gradient. With
-this callback, each MLP runs over tiles of its tokens, and each tile runs under torch's non-reentrant
-checkpoint. The MLP keeps only its input, and its backward pass recomputes one tile at a time. Parameters,
-names and checkpoints stay the same, hooks of the MLP run once, and each weight gets one gradient.
+On long sequences, an MLP's wide activations take most of the memory of a block's backward pass. The wide
+activations of a gated MLP are the outputs of two linear layers, an activation, an elementwise product and a
+gradient. With this callback, each MLP runs over tiles of its tokens, and each tile runs under torch's
+non-reentrant checkpoint. The MLP keeps only its input, and its backward pass recomputes one tile at a time.
+Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight gets one gradient.
 
 A child of a repeated block is treated as an MLP if it is token-wise: the output for a token depends on that
 token alone. A numeric test decides whether a module is token-wise; its name does not matter. Attention,
 routed experts, and modules with batch statistics or side effects are not tiled.
 
 An MLP is tiled if its input has at least `min_tokens` tokens, and its wide activations exceed the budget. The
-wide activations take `tokens x widest x 5 x itemsize` bytes. This size divided by the budget is the number of
-tiles. Tiles always lower the memory of the MLP's backward pass. The peak of the step may lie elsewhere, for
-example in the loss; `lightning-eff plan` predicts whether tiles lower the peak.
+wide activations take `tokens x widest x 5 x itemsize` bytes, and the number of tiles is their size divided by
+the budget. Tiles always lower the memory of the MLP's backward pass. The peak of the step may lie elsewhere,
+for example in the loss; `lightning-eff plan` predicts whether tiles lower the peak.
 
-The default budget is the larger of 64 MiB and the input's size. A smaller budget gains little, because the
-rest of a block then holds more than a tile. The default also limits the number of tiles: to 20 if the MLP is
-four times as wide as its input. Each tile adds its gradient of a weight in the weight's dtype, and this sum
-rounds once per tile.
+The default budget is the larger of 64 MiB and the input's size. A budget below this default gains little,
+because the rest of a block then holds more than a tile. The default also limits the number of tiles, to 20 if
+the MLP is four times as wide as its input. Each tile adds its gradient of a weight in the weight's dtype, so
+the sum rounds once per tile.
 
 Saves: the wide activations of MLPs on long sequences.
 Costs: one more forward of the MLPs, which adds at most a third to their operations. A block that
@@ -79,7 +79,7 @@ def tile_mlps(
     """Compute the MLPs of a model in tiles; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; MLPs that are already tiled, or whose forward is replaced, do not change.
+        model: Any module; the function skips MLPs that are tiled already, or whose forward is replaced.
         modules: As in `TiledMLP`.
         tile_budget_mib: As in `TiledMLP`.
         min_tokens: As in `TiledMLP`.
@@ -88,7 +88,7 @@ def tile_mlps(
         The new forward of each MLP, by the MLP's name; the method `restore` undoes a replacement.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is not
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not
             token-wise.
 
     Warns:
@@ -154,10 +154,10 @@ class TiledMLP(Tiling):
         min_tokens: Inputs with fewer tokens (samples x length) are not tiled.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is not
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not
             token-wise.
-        ConflictError: The blocks are compiled, or another technique replaces the same forward or keeps tiled
-            activations.
+        ConflictError: The blocks are compiled, or another technique replaces the same forward or keeps the
+            activations of all tiles.
 
     Warns:
         NoEffectWarning: No MLP was found, or each MLP was computed as one tile.
@@ -217,7 +217,7 @@ class TiledMLP(Tiling):
     @override
     def outcome(self) -> Outcome:
         """Report the number of tiled MLPs, and the bytes that were not held."""
-        # An MLP that had one tile in every call was computed as without this callback.
+        # An MLP that had only one tile in every call was computed as it is without this callback.
         tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}
         tiles = max((each.max_tiles for each in tiled.values()), default=1)
         not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
@@ -257,14 +257,15 @@ class TiledForward:
     backward pass get one gradient per weight.
 
     In a recomputed block, a tile could be computed three times: in the block's forward, in the block's
-    recomputation, and in the tile's own recomputation. To avoid this, the inputs of all tiles are saved
-    before the first tile runs. The recomputation of a block ends at the last tensor that the block saved.
-    This tensor is now the MLP's input, so the block's recomputation runs no tile. If the block saves another
-    tensor after its MLP (a dropout mask, the input of a norm), its recomputation does run the tiles.
+    recomputation, and in the tile's own recomputation. To avoid the second computation, the inputs of all
+    tiles are saved before the first tile runs. The recomputation of a block ends at the last tensor that the
+    block saved. The last saved tensor is now the MLP's input, so the block's recomputation runs no tile. If
+    the block saves another tensor after its MLP (a dropout mask, the input of a norm), its recomputation does
+    run the tiles.
 
     Args:
         module: The module.
-        token_wise: Result of `check_token_wise`; inputs whose number of axes is not in its `ranks` are not
+        token_wise: Result of `check_token_wise`; inputs with other numbers of axes than `ranks` are not
             tiled.
         budget_bytes: Memory for the wide activations of one tile; with None, the larger of 64 MiB and the
             size of the input.

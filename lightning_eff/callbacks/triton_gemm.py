@@ -2,18 +2,18 @@
 
 Every trained `nn.Linear` with enough features gets the class `TritonLinear`; parameters, names and
 checkpoints stay the same. On a CUDA GPU, the first call with a new shape measures torch's library and the
-most promising configs of our kernels. Our kernels are used if they are more than 3 % faster; later runs read
-the choice from a file (kernels/dispatch.py). If GradientAccumulation or MicroBatch runs several backward
-passes per step, the GEMM adds a weight's gradient directly to `weight.grad`. So no second tensor of the
-gradient's size is allocated, whichever library computes the product. Layers that gain nothing are converted
-back after the first batch.
+most promising configs of our kernels. Our kernels are used if they are more than 3 % faster than the library;
+later runs read the choice from a file (kernels/dispatch.py). If GradientAccumulation or MicroBatch runs
+several backward passes per step, the GEMM adds a weight's gradient directly to `weight.grad`. So no second
+tensor of the gradient's size is allocated, whichever library computes the product. Layers that gain nothing
+are converted back after the first batch.
 
 Saves: a second copy of each large weight gradient if a step has several backward passes; with `fuse_mlps`,
     half of an MLP's wide activations.
-Costs: measurements in the first step of the first run on a GPU. They take about 0.1 s per shape (predicted),
-    and seconds to compile each new kernel. They need 256 MiB, and memory for two more results. A layer that
-    uses our kernels or accumulates in place takes a few microseconds more of Python time. With `fuse_mlps`,
-    activations are computed a second time in the backward pass.
+Costs: measurements in the first step of the first run on a GPU. The measurements take about 0.1 s per shape
+    (predicted), and seconds to compile each new kernel. They also need 256 MiB, and memory for two more
+    results. A layer that uses our kernels or accumulates in place costs a few microseconds of Python time.
+    With `fuse_mlps`, activations are computed a second time in the backward pass.
 When not: steps have one backward pass and there is no CUDA GPU; the blocks are compiled.
 Conflicts: `callbacks/torch_compile`, which computes the layers of compiled blocks. Subclasses of `nn.Linear`,
     and layers that are frozen when the run begins, are not converted.
@@ -96,7 +96,7 @@ def unswap(layer: TritonLinear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing."""
     for name in ("backend", "accumulation"):
         layer.__dict__.pop(name, None)
-    if type(layer) is TritonLinear:  # keep a subclass that was set later, as by torch's parametrizations
+    if type(layer) is TritonLinear:  # torch's parametrizations may have set a subclass later
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -245,15 +245,15 @@ class TritonGemm(Managed):
         self._follow_rank_0(trainer)
 
     def _follow_rank_0(self, trainer: pl.Trainer) -> None:
-        """Adopt the choices of rank 0, the only rank that measures; other shapes use torch's library."""
+        """Adopt the choices of rank 0, the only rank that measures; shapes without a choice use torch."""
         if self._choices is not None and trainer.world_size > 1:
             self._choices.adopt(trainer.strategy.broadcast(self._choices.text()))
 
     def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
         """Return a context for one backward pass, inside which gradients may be added in place.
 
-        The context allows nothing in the pass in which DDP reduces gradients, or if a strategy shards or
-        scales gradients.
+        In-place addition is not allowed in the pass in which DDP reduces gradients, or if a strategy shards
+        or scales gradients.
         """
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
