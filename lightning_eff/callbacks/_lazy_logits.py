@@ -5,7 +5,7 @@ returns `LazyLogits`: a tensor that has the shape, dtype and device of the logit
 states. `RULES` lists the functions that do not need full logits. Under these rules, a loss is computed in
 tiles, and a change of shape, dtype or scale returns new `LazyLogits`. Every other function gets full logits,
 and so does every call that no rule covers. Full logits are computed as the model would have computed them,
-with their gradients. The result is correct but slower, and `readers` counts these calls.
+with their gradients. Reading full logits is correct but slower, and `readers` counts these reads.
 
 Losses and full logits are computed later, in a call of the projection that runs the module's hooks. In these
 hooks, ZeRO-3 and FSDP2 gather the weights and prepare the backward pass. The first call of the projection
@@ -102,7 +102,8 @@ class Call:
         state: All other state that the logits depend on, recorded at the time of the call.
         autocast: Arguments of `torch.autocast` at the time of the call.
         logits: All logits of the call, in the order in which they were derived.
-        has_loss: Whether a loss was computed in tiles. The gradient of such a loss bypasses the logits.
+        has_loss: Whether a loss of these logits was computed in tiles. The gradient of such a loss bypasses
+            the logits.
     """
 
     projection: LateProjection
@@ -251,7 +252,7 @@ class LateProjection:
         """Autograd node and number of targets of each mean loss; None if no callback needs these pairs."""
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose logits are still referenced
         self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
-        self._work: Callable[..., Tensor] | None = None  # replaces the module's forward while set
+        self._work: Callable[..., Tensor] | None = None  # replaces the module's forward unless it is None
         self._forward: Callable[..., Tensor] = self.module.forward
         self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
         self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001

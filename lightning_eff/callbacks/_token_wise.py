@@ -140,7 +140,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 
 def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
-    """Test inputs with `features` features; return a refusal, and the numbers of axes that are accepted."""
+    """Test inputs of `features` features; return a reason for refusal, and the accepted numbers of axes."""
     failure, ranks = FAILS, list[int]()
     for shape in SHAPES:
         # In float64, so that a tolerance of 1e-9 detects a dependence on other tokens.

@@ -126,7 +126,7 @@ class Attention(Managed):
         ConflictError: No chosen backend accepts a call in the first batch.
 
     Warns:
-        NoEffectWarning: No backend was chosen, and no packed rows were computed without a mask.
+        NoEffectWarning: No backend was chosen, and no dense mask was avoided.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Attention(backend="flash")], logger=False, accelerator="cpu")

@@ -26,10 +26,10 @@ Saves: activations: only one micro-batch's activations are in memory at a time. 
     the loss still grow with the batch.
 Costs: one more forward pass of `embed`. Until its backward pass, each micro-batch keeps random states, copies
     of changed buffers, and an autograd graph without tensors in host memory (0.3 MB for 80 modules). The
-    gradients of micro-batches are summed in the dtype of the weights (under FSDP2, of the gathered weights),
-    separately from the gradients of earlier batches of the step. Batch norms compute statistics per
-    micro-batch. Several ranks exchange embeddings and gradients of embeddings; `plan` does not count this
-    communication.
+    gradients of micro-batches are summed in the dtype of the weights; under FSDP2, in the dtype of the
+    gathered weights. This sum is separate from the gradients of earlier batches of the step. Batch norms
+    compute statistics per micro-batch. Several ranks exchange embeddings and gradients of embeddings; `plan`
+    does not count this communication.
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. The run stops if `embed` changes its inputs or frozen parameters
@@ -400,7 +400,7 @@ class _Gather(torch.autograd.Function):
         # All other rows are 0, so the sum over ranks is the concatenation.
         gathered = rows.new_zeros(sum(counts), *rows.shape[1:])
         gathered[ctx.first : ctx.first + ctx.num_rows] = rows
-        # Why not `all_gather`: it needs equal numbers of rows. Booleans have no sum: reduce bytes.
+        # Why not `all_gather`: it needs equal numbers of rows. Booleans have no sum, so bytes are summed.
         dist.all_reduce(gathered.view(torch.uint8) if gathered.dtype == torch.bool else gathered)
         return gathered
 

@@ -61,6 +61,7 @@ def release(device: torch.device | str) -> Released:
     before = allocator.held_bytes(device)
     allocator.empty_cache(device)
     returned = before - allocator.held_bytes(device)
+    # The difference is negative if another thread allocates in between.
     return Released(max(0, returned), time.perf_counter() - start)
 
 

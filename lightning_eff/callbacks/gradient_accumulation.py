@@ -2,10 +2,10 @@
 
 `global_batch_size` is the number of samples per optimizer step on all ranks. The number of batches per step
 (`accumulate_grad_batches`) is the global batch size, divided by the loader's batch size and by the number of
-ranks. So a run on more devices, or with smaller batches, makes steps of the same size. For a loader without a
-batch size (WebDataset, a stream, a custom batch sampler, several loaders), set `num_batches` instead, the
-number of batches per step on each rank. Batches may differ in size. Each batch is weighted by its number of
-samples, or by the weight that `training_step` returns.
+ranks. So a run on more devices, or with smaller batches, makes steps of the same size. Some loaders have no
+batch size (WebDataset, a stream, a custom batch sampler, several loaders). For these loaders, set
+`num_batches`, the number of batches per step on each rank. Batches may differ in size. Each batch is weighted
+by its number of samples, or by the weight that `training_step` returns.
 
 If the loss is a mean over other items than samples (tokens without padding, boxes, pixels), `training_step`
 must return `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, its
@@ -14,9 +14,9 @@ microbatching/lightning_loop.py, and the scale factors are in microbatching/wind
 
 On several ranks, loaders may return different numbers of batches (streams, WebDataset, uneven shards). A rank
 that has no batch left repeats its last batch with weight 0 until no rank has a batch. So all ranks make the
-same number of steps, and end epochs together. `num_batches=1` supports such loaders without accumulation.
-Ranks with different numbers of batches are weighted by their samples or by the returned weights. If ranks
-have equal numbers of batches and no weights, all ranks have the same weight.
+same number of steps, and end epochs together. `num_batches=1` supports unequal numbers of batches without
+accumulation. Ranks with different numbers of batches are weighted by their samples or by the returned
+weights. If ranks have equal numbers of batches and no weights, all ranks have the same weight.
 
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
 `trainer.estimated_stepping_batches` assumes the schedule's first size, so set `max_steps`.
@@ -207,6 +207,7 @@ class GradientAccumulation(Managed):
 
     def _set_current(self, trainer: pl.Trainer) -> None:
         now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step
+        # The last entry of the schedule that has begun.
         start = max(start for start in self._accumulate_grad_batches if start <= now)
         trainer.accumulate_grad_batches = self._accumulate_grad_batches[start]
 

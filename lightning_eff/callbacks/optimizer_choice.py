@@ -10,7 +10,7 @@ parameters' size.
 
 Saves: memory or time, depending on the optimizer; one buffer of the parameters' size at the peak.
 Costs: none, apart from the costs of the optimizer itself.
-When not: you want to keep the module's own optimizers: `optimizer=module`.
+When not: you want to keep the module's own optimizers (use `optimizer=module`).
 Conflicts: modules with manual optimization are rejected, because they step the optimizers that they made.
     Each optimizer states its own conflicts.
 Source: decay only on matrices as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html
@@ -58,7 +58,7 @@ GRADIENT_HOOKS = (
 class OptimizerChoice(Managed):
     """Train with the given optimizer instead of the module's own optimizer.
 
-    The module must have a `configure_optimizers`, because Lightning checks for this method before it calls
+    The module must define `configure_optimizers`, because Lightning checks for this method before it calls
     callbacks.
 
     Args:

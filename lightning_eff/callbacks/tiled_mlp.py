@@ -217,7 +217,7 @@ class TiledMLP(Tiling):
     @override
     def outcome(self) -> Outcome:
         """Report the number of tiled MLPs, and the bytes that were not held."""
-        # An MLP that had only one tile in every call was computed as it is without this callback.
+        # An MLP that had a single tile in every call was in effect not tiled.
         tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}
         tiles = max((each.max_tiles for each in tiled.values()), default=1)
         not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
@@ -365,7 +365,7 @@ class TiledForward:
 
 
 class _Save(torch.autograd.Function):
-    """Saves a tensor in the autograd graph of a result that has no elements."""
+    """Saves a tensor for the backward pass; the result has no elements."""
 
     @staticmethod
     @override

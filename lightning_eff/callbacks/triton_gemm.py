@@ -11,7 +11,7 @@ are converted back after the first batch.
 Saves: a second copy of each large weight gradient if a step has several backward passes; with `fuse_mlps`,
     half of an MLP's wide activations.
 Costs: measurements in the first step of the first run on a GPU. The measurements take about 0.1 s per shape
-    (predicted), and seconds to compile each new kernel. They also need 256 MiB, and memory for two more
+    (predicted), plus seconds to compile each new kernel. They also need 256 MiB, and memory for two more
     results. A layer that uses our kernels or accumulates in place costs a few microseconds of Python time.
     With `fuse_mlps`, activations are computed a second time in the backward pass.
 When not: steps have one backward pass and there is no CUDA GPU; the blocks are compiled.
