@@ -79,7 +79,8 @@ Embed = Callable[[Any], Any]
 
 
 class _WholeBatches(MicroBatchSize):
-    """The micro-batch size of `embed`, for a loop that retries steps but does not split batches itself."""
+    """The micro-batch size of `embed`; the training loop retries steps with it, but does not split
+    batches."""
 
     @override
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:

@@ -69,7 +69,7 @@ class EmptyCache(Managed):
     """Empty the allocator's cache between optimizer steps.
 
     Args:
-        every_n_steps: Number of optimizer steps from one emptying of the cache to the next.
+        every_n_steps: Interval at which the cache is emptied, in optimizer steps.
 
     Raises:
         ConfigError: `every_n_steps` is not a whole number of at least 1.

@@ -207,7 +207,7 @@ class GradientAccumulation(Managed):
 
     def _set_current(self, trainer: pl.Trainer) -> None:
         now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step
-        # The last entry of the schedule that has begun.
+        # The latest entry of the schedule that applies already.
         start = max(start for start in self._accumulate_grad_batches if start <= now)
         trainer.accumulate_grad_batches = self._accumulate_grad_batches[start]
 
