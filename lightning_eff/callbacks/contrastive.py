@@ -79,8 +79,7 @@ Embed = Callable[[Any], Any]
 
 
 class _WholeBatches(MicroBatchSize):
-    """The micro-batch size of `embed`; the training loop retries steps with it, but does not split
-    batches."""
+    """The micro-batch size of `embed`; the loop retries steps, but does not split batches itself."""
 
     @override
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:

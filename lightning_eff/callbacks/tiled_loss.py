@@ -7,8 +7,8 @@ them (`_lazy_logits.py`). A cross-entropy of the placeholder is computed a few r
 `training_step` needs no change. If `training_step` returns the mean loss unchanged, GradientAccumulation and
 MicroBatch weight the loss by its number of targets.
 
-Saves: three tensors of size tokens x vocabulary: the logits of a language model, their gradient and the
-    log-softmax.
+Saves: the logits of a language model, their gradient and the log-softmax. Each takes tokens x vocabulary
+    values.
 Costs: a fourth GEMM of the projection, in float16 and inside recomputed blocks. A 16-bit gradient is rounded
     once per tile, at most 16 times.
 When not: the vocabulary is small; metrics read full logits, which are then computed in addition to the tiles.
