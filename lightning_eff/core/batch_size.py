@@ -1,4 +1,4 @@
-"""Number of loader batches, and of micro-batches, per optimizer step on each rank."""
+"""Compute the numbers of loader batches and micro-batches per optimizer step on each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def batches_per_step(
         global_batch_size: Samples per step, on all ranks.
         batch_size: Samples per batch, on each rank.
         num_ranks: Number of ranks; each has its own batches.
-        key: Setting to name in the error; remedies are for `global_batch_size`.
+        key: Setting that the error names; the error has remedies if this is `global_batch_size`.
 
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the samples in one batch per rank.
@@ -43,7 +43,8 @@ def batches_per_step(
     remedies: list[Remedy] = []
     if key.endswith("global_batch_size"):
         on_rank, rest = divmod(global_batch_size, num_ranks)
-        if on_rank and not rest:  # the same training: the largest batch that divides a rank's samples
+        # The largest batch that divides a rank's samples keeps the global batch, and so the training.
+        if on_rank and not rest:
             fits = next(size for size in range(min(batch_size, on_rank), 0, -1) if on_rank % size == 0)
             remedies.append(Remedy(f"data.batch_size={fits}", f"batch_size={fits}"))
         remedies += [
@@ -54,15 +55,15 @@ def batches_per_step(
 
 
 def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: int | None = None) -> None:
-    """Reject a config whose global batch does not fit each number of ranks, before any rank starts.
+    """Reject a global batch that does not fit every possible number of ranks, before any rank starts.
 
-    Only this package's data modules are known to have `data.batch_size` samples per batch on each rank. For
-    others, the callback checks the loader during the run.
+    Only data modules of this package are checked here, because their `data.batch_size` is known to be per
+    rank. For other data modules, the callback GradientAccumulation checks the loader during the run.
 
     Args:
         values: A run's config.
         least_ranks: Number of ranks that are started.
-        most_ranks: Largest number of ranks, if it may change during the run.
+        most_ranks: Largest number of ranks of an elastic job; None if the number of ranks is fixed.
 
     Raises:
         ConfigError: As in `batches_per_step`.

@@ -1,4 +1,4 @@
-"""Lists of verbs, recipes, techniques and options, read from the files without importing torch."""
+"""List verbs, recipes, techniques and options by reading their files, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
-"""Groups of which a run may list several options; an option is a key of the group's dictionary."""
+"""Groups from which a run may list several options; each option is a key of the group's dictionary."""
 OPTIONAL_GROUPS = ("launch", "experiment")
-"""Single-option groups that a recipe need not list. Experiments are the user's own and composed last."""
+"""Single-option groups that a recipe need not list. The user writes experiments; they are composed last."""
 LEDGER_FILE = "efficiency.json"
 """File with the efficiency report in a run's folder."""
 RESOLVED = "resolved.yaml"
-"""File in a run's folder with the values it was built from: a recipe without defaults. `export`,
-`validate`, `test`, `predict` and `generate` build the model from it."""
+"""File in a run's folder with the resolved config that the run was built from, as a recipe without defaults.
+The verbs `export`, `validate`, `test`, `predict` and `generate` build the model from this file."""
 
 
 CONF, RECIPES, CONSTRAINTS = (
     PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
     for name in ("conf", "recipes", "constraints.txt")
 )
-"""Folders and a file in the installed package, or next to it in a checkout."""
+"""Two folders and a file; they are in the installed package, or in a checkout next to the package."""
 
 
 def read_ledger(run: Path) -> dict[str, Any]:
-    """Return the efficiency report in a run's folder, which a failed run writes too; empty without one."""
+    """Return the efficiency report in a run's folder, also of a failed run; empty if there is no report."""
     file = run / LEDGER_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -43,10 +43,10 @@ RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
 
 
 def began(run: Path) -> tuple[str, int]:
-    """Return when a run started and its number in a sweep, to sort runs; both are read from folder names.
+    """Return a run's start time and its number in a sweep, to sort runs; both are read from folder names.
 
-    File times change when files are copied, or with the clock; they are used only for folders that the user
-    has named.
+    The folder's modification time is used only if the user has named the folder. Copying the folder or
+    setting the clock changes that time.
 
     Example:
         >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"))
@@ -61,9 +61,9 @@ def began(run: Path) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A recipe (`lm`), an option, or a technique, which is named after its module (`callbacks/empty_cache`).
+    """A recipe (`lm`), an option, or a technique with the name of its module (`callbacks/empty_cache`).
 
-    `use` is the argument or command to type.
+    `use` is the argument or command that selects the entry.
     """
 
     name: str
@@ -86,7 +86,7 @@ def verbs() -> dict[str, str]:
 
 
 def recipes(folders: Sequence[Path] = ()) -> list[Entry]:
-    """Return the recipes in the user's folders, and the shipped ones."""
+    """Return the recipes in the user's folders and the recipes of this package."""
     uses = {folder: f" --config-dir {folder}" for folder in folders} | {RECIPES: ""}
     return [
         Entry(file.stem, "recipe", yaml_header(file), f"lightning-eff train {file.stem}{use}")
@@ -124,15 +124,15 @@ def use_of(option: str) -> str:
 
 @functools.cache
 def techniques_with(attribute: str) -> dict[str, Any]:
-    """Import the classes of techniques whose files define an attribute or method of the class; by name.
+    """Import and return, by technique, the classes whose source defines an attribute or method.
 
-    Other modules are not imported: some take seconds.
+    The modules of other techniques are not imported, because some imports take seconds.
     """
     import yaml  # not needed by `ls`
 
     found: dict[str, Any] = {}
     for name in (entry.name for entry in options() if entry.kind == "technique"):
-        # The text decides, since importing all techniques takes seconds.
+        # Search the source text, since importing all techniques takes seconds.
         text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
         if re.search(rf"^    (def )?{attribute}\b", text, re.MULTILINE):
             target: str = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]

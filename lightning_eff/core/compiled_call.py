@@ -1,9 +1,9 @@
 """A compiled forward or method of a module, which can be copied and saved with the module.
 
-`callbacks/torch_compile` uses it. Why not `nn.Module.compile()`: it silently does nothing for modules of
-PyTorch's own classes (`TransformerEncoderLayer`, `CrossEntropyLoss`), and it compiles hooks too, including
-checkpointing's. Why not a bare `torch.compile(module.forward)` on the instance: a copy of the module would
-still run the original's weights.
+`callbacks/torch_compile` uses this class. Why not `nn.Module.compile()`: it silently does nothing for modules
+of PyTorch's own classes (`TransformerEncoderLayer`, `CrossEntropyLoss`), and it also compiles hooks, such as
+the hooks of gradient checkpointing. Why not a bare `torch.compile(module.forward)` on the instance: a copy of
+the module would still use the weights of the original module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CompiledCall:
 
     def __init__(self, method: Callable[..., Any], options: dict[str, Any]) -> None:
         self.__wrapped__ = method
-        """The original method: `inspect.signature` and Lightning's `is_overridden` unwrap it."""
+        """The original method; `inspect.signature` and Lightning's `is_overridden` read this attribute."""
         self.options = options
         self._compiled: Callable[..., Any] | None = None
 
@@ -31,12 +31,12 @@ class CompiledCall:
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the compiled method, which is bound to this module's weights."""
+        """Return the state without the compiled method, which is bound to this module's weights."""
         return self.__dict__ | {"_compiled": None}
 
 
 def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return the instance's own attributes that call the compiler, by name; empty for a plain module."""
+    """Return, by name, a module's instance attributes that call the compiler; empty if it is not compiled."""
     found = {name: value for name, value in vars(module).items() if isinstance(value, CompiledCall)}
     if vars(module).get("_compiled_call_impl") is not None:  # private in torch 2.13: nn.Module.compile
         found["_compiled_call_impl"] = vars(module)["_compiled_call_impl"]

@@ -35,7 +35,7 @@ def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
             continue
         local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
         is_float = local.is_floating_point() and local.itemsize > 1  # float8 has no minimum
-        # Minimum and maximum need no memory, unlike `isfinite`; both are NaN if any element is.
+        # Unlike `isfinite`, minimum and maximum need no memory; both are NaN if an element is NaN.
         if is_float and local.dim() and local.numel() and not torch.stack(local.aminmax()).isfinite().all():
             found.add(name)
     return found

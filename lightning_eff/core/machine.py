@@ -1,4 +1,4 @@
-"""The machine of a measurement: versions, device, threads, and facts for rules."""
+"""Describe the machine of a run: versions, device, threads, and facts for rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def num_cores(num_processes: int = 1) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the chip, from its driver or, on the CPU, from PyTorch."""
+    """Return the name of the chip, as the GPU's driver or, for a CPU, PyTorch reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -55,7 +55,7 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
-    """Return facts of this machine that rules may mention, for a device type; description by name."""
+    """Return the facts of this machine that rules may mention, for a device type: descriptions by name."""
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
     for name in ("bfloat16", "float16"):
@@ -68,7 +68,7 @@ def machine_facts(device_type: str) -> dict[str, str]:
 
 
 def gpu_facts(capability: int) -> dict[str, str]:
-    """Return facts of a GPU with a compute capability (times ten) for rules; description by name.
+    """Return the facts of a GPU that rules may mention: descriptions by name; `capability` is times ten.
 
     Example:
         >>> gpu_facts(80), gpu_facts(90)
@@ -80,7 +80,7 @@ def gpu_facts(capability: int) -> dict[str, str]:
 def find_compiler(device_type: str) -> str | None:
     """Return the path of the compiler that torch.compile's inductor calls for a device, or None.
 
-    For the CPU it compiles C++. For a GPU, Triton compiles a small launcher in C.
+    For a CPU this is a C++ compiler. For a GPU it is a C compiler, with which Triton builds a small launcher.
     """
     variable, *programs = ("CXX", "g++", "clang++") if device_type == "cpu" else ("CC", "gcc", "clang")
     # The environment variable has precedence, as in inductor.
@@ -97,7 +97,7 @@ def package_version(package: str) -> str:
 
 
 def command_line() -> str:
-    """Return this process's command line so that it can be typed again, however it was started."""
+    """Return this process's command line as a shell command, however the process was started."""
     program = Path(sys.argv[0])
     is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
     return shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])
