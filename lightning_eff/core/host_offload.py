@@ -11,8 +11,8 @@ block, which the backward pass reaches first. These rules keep the copies correc
 - torch allocates the pinned memory and caches freed blocks. So only the first step allocates, which
   synchronizes the device. Later steps reuse a block of memory after its copies have finished.
 
-The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap, and took 3
-times the time of recomputation alone. On a CPU they are plain copies, which save no memory.
+The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap, and a run
+took 3 times the time of recomputation alone. On a CPU, offloading makes plain copies, which save no memory.
 """
 
 from __future__ import annotations

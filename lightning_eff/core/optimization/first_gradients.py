@@ -1,7 +1,7 @@
 """Check after the first optimizer step that every trainable parameter got a finite gradient.
 
-`monitors/gradient_check` uses it. In automatic optimization, a step in which no parameter has a gradient had
-no backward pass, because `training_step` returned None; the next step is checked instead.
+`monitors/gradient_check` uses this module. In automatic optimization, a step in which no parameter has a
+gradient had no backward pass, because `training_step` returned None; then the next step is checked.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MAX_NAMES = 5
 
 
 class GradientError(RuntimeError):
-    """Some parameters would not be trained, as the first gradients show; the text names them."""
+    """The first gradients show that some parameters would not be trained; the text names these parameters."""
 
     exit_code = EXIT_FAILED
 
 
 class FirstGradients:
-    """Checks gradients once, in the first step of each optimizer; `remove_hooks` ends it early.
+    """Checks gradients once, in the first step of each optimizer; `remove_hooks` ends the check early.
 
     Args:
-        remedy: Remedy for a missing gradient, for the error's text.
+        remedy: Remedy that the error for a missing gradient shows.
         unused: Patterns of parameter names that need no gradient.
     """
 
@@ -47,7 +47,7 @@ class FirstGradients:
         """Reject a pattern in `unused` that matches no parameter.
 
         Raises:
-            ConfigError: A pattern matches nothing.
+            ConfigError: A pattern matches no parameter.
         """
         names = [name for name, _ in module.named_parameters()]
         for pattern in self.unused:
@@ -56,7 +56,7 @@ class FirstGradients:
                 raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
-        """Check the gradients of the next step of each optimizer, or Lightning's wrapper of one."""
+        """Check the gradients of the next step of each optimizer; Lightning's wrappers are accepted too."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._skips_steps, self._unchecked = getattr(module, "automatic_optimization", False), []
         for wrapped in optimizers:
@@ -64,11 +64,11 @@ class FirstGradients:
             # `whole_groups`.
             full_groups = getattr(wrapped, "whole_groups", None)
             optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
-            # For gradients that are freed before `step` ends. A sum is finite only if all its terms are.
+            # For gradients that are freed before `step` ends. A sum is finite only if all terms are finite.
             sums: dict[int, Tensor] = {}
             handles: list[RemovableHandle] = []
             check = partial(self._check, names, full_groups, sums, handles)
-            # After the step: gradient clipping and unscaling have run.
+            # Check after the step, when gradient clipping and unscaling have run.
             handles.append(optimizer.register_step_post_hook(check))
             if isinstance(optimizer, FreesGradients):
                 keep = optimizer.register_gradient_hook(lambda p, g, sums=sums: sums.update({id(p): g.sum()}))
@@ -89,7 +89,7 @@ class FirstGradients:
         *_: Any,
     ) -> None:
         if not handles:
-            return  # after the first step; the hook cannot be removed while torch iterates the step hooks
+            return  # already checked: torch iterates the step hooks, so this hook could not remove itself
         missing: list[str] = []
         broken: list[str] = []
         groups = full_groups or stepped.param_groups
@@ -134,14 +134,14 @@ class FirstGradients:
             )
 
     def remove_hooks(self) -> None:
-        """Remove the remaining hooks."""
+        """Remove the hooks that are still registered."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def parameters_have(names: list[str]) -> str:
-    """Return the start of a sentence about parameters.
+    """Return the start of a sentence about parameters, up to the verb.
 
     Example:
         >>> parameters_have(["head.weight"])
