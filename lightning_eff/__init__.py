@@ -1,4 +1,4 @@
-"""Training-efficiency techniques for PyTorch Lightning, one plugin each.
+"""Training-efficiency techniques for PyTorch Lightning; each technique is one plugin.
 
 Public names are imported on first use (PEP 562), so `import lightning_eff` imports neither torch nor
 Lightning. The name of a technique leads to its file: `lightning_eff.EmptyCache` is in
@@ -55,7 +55,7 @@ PUBLIC = {
     "to_float8": "lightning_eff.precision.float8",
     "token_logprobs": "lightning_eff.kernels.cross_entropy",
 }
-"""Modules of public names that are not techniques; a technique's class has precedence over these names."""
+"""By public name: its module, except for techniques; a technique's class has precedence over these names."""
 
 
 @functools.cache

@@ -25,7 +25,7 @@ GOES_ON = {
     "train": "; ckpt_path=auto resumes from this command's newest checkpoint, if it has saved one",
     "tune": "; the same command continues with the trials measured so far",
 }
-"""Advice to print for an interrupted verb that a second command can continue."""
+"""Advice to print if a verb was interrupted, for verbs that a second command can continue."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Run the command and end the process with its exit code.
 
-    When the interpreter of a CPU rank exits, gloo (torch 2.13) sometimes aborts, with plain DDP too. Then the
-    exit code would report a failure. So a rank exits right after the exit handlers of libraries have run.
+    When the interpreter of a CPU rank exits, gloo (torch 2.13) sometimes aborts, with plain DDP too, and the
+    exit code reports a failure. To avoid this abort, a rank exits right after the libraries' exit handlers.
     """
     code = main()
     distributed: Any = sys.modules.get("torch.distributed")

@@ -78,9 +78,11 @@ class Run:
                     log.info("removed %s, left by a run that died while saving", path)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
-        # A run may end between two saves of ModelCheckpoint, so add a callback that saves the last step.
+        # A run may end between two saves of ModelCheckpoint, so add a callback that saves the last step. It
+        # saves before the efficiency report is written.
         rules.callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
         ignore_library_messages()
+        # Loggers are closed even if the run fails.
         with loggers.ended(self.trainer):
             given = {key: self.values[key] for key in ("task_name", "tags") if self.values.get(key)}
             for each in self.trainer.loggers if given else ():
@@ -93,7 +95,7 @@ class Run:
 
 
 class _LastStepCheckpoint(Checkpoint):
-    """Saves a checkpoint of the last step; the base class `Checkpoint` makes it run after other callbacks."""
+    """Saves a checkpoint of the last step; Lightning runs a `Checkpoint` after all other callbacks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -111,7 +113,7 @@ class _LastStepCheckpoint(Checkpoint):
 
 @keep_overrides()
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Launch | None = None) -> Run:
-    """Instantiate a checked config without writing files; its `ckpt_path` may be a path, `last` or `auto`.
+    """Instantiate a checked config without writing files; `ckpt_path` may be a path, `last` or `auto`.
 
     `launch` describes how this process was started; with None, it is read from the environment.
 
@@ -123,7 +125,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
     """
     launch = launch or Launch.of()
     restart = ray_worker.reported_checkpoint(run_dir) if launch.by == "ray" else None
-    # A worker that Ray restarts resumes from the checkpoint that it reported, even with another `ckpt_path`.
+    # A worker that Ray restarts resumes from the checkpoint that the worker has reported to Ray.
     ckpt_path = restart or find_checkpoint(values, task_folder(values, recipe))
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -131,6 +133,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
     for callback in rules.callbacks_of(trainer):
         if isinstance(callback, EfficiencyReport):
             callback.recipe = recipe
+    # Check the rules before data and model are built, since building them may take minutes.
     rules.raise_rejected(rules.verdict_on(trainer))
     data = make("data", values["data"])
     # Seed again, so that initial weights do not depend on random numbers that techniques have drawn.
@@ -169,7 +172,7 @@ def check_parts(
         UsageError: The model rejects the data.
     """
     choose_optimizers(trainer, model)
-    # Raise only rules about the module. `plan` may have applied the other rules before, for another device.
+    # Raise only findings about the module. `plan` may have applied other rules before, for another device.
     applied = rules.run_facts(trainer)
     findings = rules.verdict_on(trainer, model)
     rules.raise_rejected(each for each in findings if each.found and each.rule.name not in applied)
@@ -184,10 +187,10 @@ def check_parts(
 
 
 def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
-    """Replace the model's `configure_optimizers`, or with `optimizer=module`, check that it can be kept.
+    """Replace the model's `configure_optimizers`; with `optimizer=module`, check that the method exists.
 
     Raises:
-        ConfigError: With `optimizer=module`, the model has no `configure_optimizers`. With another optimizer,
+        ConfigError: With `optimizer=module`, the model has no `configure_optimizers`; with another optimizer,
             the model uses manual optimization.
     """
     for callback in rules.callbacks_of(trainer):
@@ -208,8 +211,8 @@ def model_without_memory(
 ) -> pl.LightningModule:
     """Instantiate only the model, on the meta device, and insert the adapters of the Trainer `adapted_by`.
 
-    The model's output goes to stderr, and its warnings are ignored, because this model is not trained. The
-    errors are the errors of `build`, and all errors that the model's class raises for meta tensors.
+    The model's output goes to stderr, and its warnings are ignored, because this model is not trained. This
+    function raises the errors of `build`, and all errors that the model's class raises for meta tensors.
     """
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -224,9 +227,10 @@ def model_without_memory(
 def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     """Instantiate a run's model on the CPU, with fresh adapters on its base, for loading a checkpoint.
 
-    A base that was quantized in the run is quantized here too. The errors are the errors of `build`.
+    A base that was quantized in the run is quantized here too. This function raises the errors of `build`.
     """
     pl.seed_everything(values["seed"], workers=True, verbose=False)
+    # Only the adapter and the precision change a checkpoint's keys; other techniques are left out.
     adapter = {k: v for k, v in (values.get("callbacks") or {}).items() if k == "peft_adapter"}
     on_cpu = values["trainer"] | {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
     only = {"trainer": on_cpu, "callbacks": adapter, "monitors": {}, "logger": None, "strategy": None}
@@ -331,4 +335,4 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
             kind = EnvironmentLacksError if isinstance(error, ModuleNotFoundError) else UsageError
             name = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
             raise kind(f"{path}: {name}{error}") from error
-        raise error from error.__cause__  # without the wrapper, whose cause is `error`
+        raise error from error.__cause__  # drop Hydra's wrapper, whose cause is `error`

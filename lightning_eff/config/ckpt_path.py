@@ -1,4 +1,4 @@
-"""Find and check checkpoints: for a run to resume or evaluate, and the base checkpoint of an adapter."""
+"""Find and check the checkpoint that a run resumes or evaluates, and the base checkpoint of an adapter."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def task_folder(values: Mapping[str, Any], recipe: str) -> Path:
 def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
     """Return the checkpoint to resume from, or None; `ckpt_path` may be a path, `last`, `auto` or None.
 
-    `last` selects the newest intact checkpoint below `folder`. `auto` selects the newest intact checkpoint
-    below `folder` of a run with the same settings as `values`, or None if there is no such checkpoint.
+    `last` selects the newest intact checkpoint below `folder`. `auto` considers only runs with the same
+    settings as `values`, and selects None if there is no checkpoint of such a run.
 
     Raises:
         ConfigError: The path is not a checkpoint, or there is no checkpoint for `last`.
@@ -90,7 +90,7 @@ def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
 
 def portable_settings(values: Mapping[str, Any]) -> Any:
     """Return the settings that two runs of one command share, even if their folders are at other paths."""
-    # `run_dir` is inside `output_root`, so it must be tried first.
+    # `run_dir` is inside `output_root`, so `run_dir` must be tried first.
     folders = [str(values.get(key)) for key in ("run_dir", "output_root")]
 
     def portable(value: Any) -> Any:
@@ -102,6 +102,7 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
         folder = next(inside, None)
         return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
 
+    # These keys do not change what a run computes.
     own = ("ckpt_path", "run_dir", "output_root", "launch", "logger", "optimized_metric", "task_name", "tags")
     return {key: portable(value) for key, value in values.items() if key not in own}
 
@@ -109,8 +110,8 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
     """Return a config in which the adapter's base is a file; a folder of runs is replaced by a checkpoint.
 
-    The newest checkpoint in such a folder changes with the next run. So a run that resumes from `ckpt_path`
-    keeps the base of the previous run. PeftAdapter reports a missing or damaged base when it loads the base.
+    The newest checkpoint in a folder of runs changes with the next run. So a run that resumes from
+    `ckpt_path` keeps the base of the previous run. PeftAdapter reports a missing or damaged base later.
 
     Raises:
         ConfigError: The base cannot be a path.
@@ -119,6 +120,7 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
     if base is None:
         return values
     check_path(BASE, base)
+    # A path without a suffix is a folder of runs or a sharded checkpoint.
     if not Path(base).suffix:
         previous = None
         if ckpt_path is not None:
@@ -196,10 +198,10 @@ def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
     """Return the checkpoint to evaluate.
 
     Args:
-        which: `best`, a path, or a file name in the run's `checkpoints/`. `last`, `auto` and None select the
-            newest intact checkpoint.
+        which: `best`, a path, or a file name in the run's `checkpoints/`. The values `last`, `auto` and None
+            select the newest intact checkpoint.
         folder: Folder of a recipe's runs or of a single run, where `last` and `best` are searched.
-        remedy: Command that would train a checkpoint in this folder, for errors.
+        remedy: Command that errors show, which would train a checkpoint in this folder.
 
     Raises:
         ConfigError: There is no such checkpoint, or `best` is requested but the run monitored no metric.
@@ -222,9 +224,9 @@ def _best(newest: Path) -> Path:
     """Return the best checkpoint of a run, as ModelCheckpoint recorded it in the newest checkpoint."""
     states = map(nested_dict, nested_dict(outline(newest), "callbacks").values())
     monitored = [s for s in states if "best_model_path" in s and s.get("monitor") is not None]
-    # The run may have been moved, and a path from a checkpoint is not trusted. So only its file name is used,
-    # in the newest checkpoint's folder. If a resumed run has not improved yet, the recorded path is in the
-    # previous run's folder, and no file is returned.
+    # The run may have been moved, and a path from a checkpoint is not trusted. So only the file name of the
+    # path is used, in the newest checkpoint's folder. If a resumed run has not improved yet, the best
+    # checkpoint is in the previous run's folder, and an error is raised.
     if len(monitored) == 1:
         best, own = (Path(str(monitored[0].get(key) or "")) for key in ("best_model_path", "dirpath"))
         found = newest.parent / best.name

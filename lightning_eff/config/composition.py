@@ -40,7 +40,7 @@ LOGGING_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
 
 @dataclass(frozen=True)
 class Composed:
-    """A recipe with its overrides, composed and checked: plain, resolved values.
+    """The plain, resolved values of a recipe and its overrides after all checks.
 
     `run_dir` is an absolute path and does not exist yet; by default, its last part is the date and time.
     """
@@ -75,7 +75,7 @@ def resolve_job(loader: RecipeLoader, cfg: DictConfig, overrides: Sequence[str])
 
 @contextmanager
 def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Generator[RecipeApp]:
-    """Start Hydra for one recipe, even inside the job of another Hydra app; the overrides may be a sweep."""
+    """Start Hydra for a recipe, even inside another Hydra app's job; the overrides may define a sweep."""
     path = path or RecipePath()
     parsed = parse_overrides(overrides)
     loader = RecipeLoader(recipe, path)
@@ -87,14 +87,14 @@ def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = 
         try:
             yield RecipeApp(recipe, loader, parsed, chain)
         finally:
+            # `outer_config` is None if there is no outer job.
             HydraConfig.instance().cfg = outer_config
 
 
 class RecipeApp:
     """Hydra for one recipe: `check` composes a config, and `run` and `sweep` run exactly that config.
 
-    For a sweep, the sweep's own config (its launcher and folders) and the config of each job are composed
-    once.
+    A sweep has its own config, for launcher and folders, and one config per job; each is composed once.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class RecipeApp:
         return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 
     def run(self, job: Callable[[DictConfig], Any], run_dir: Path, *, save_config: bool) -> Any:
-        """Let Hydra create `run_dir`, with `.hydra/` if `save_config`, and call `job`; return its result."""
-        # `${now:}` in the folder's name would give a later time than in the check.
+        """Let Hydra create `run_dir` (with `.hydra/` if `save_config`) and call `job`; return the result."""
+        # Set the checked folder: `${now:}` in the default name would now be resolved to a later time.
         OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))
         if not save_config:
             OmegaConf.update(self.config(), "hydra.output_subdir", None)
@@ -162,9 +162,9 @@ class RecipeApp:
         self._hydra.multirun(self.recipe, job, self._lines)
 
     def show(self, cfg: str | None, *, info: str | None) -> None:
-        """Print the composed config or, with `info`, Hydra's information about it.
+        """Print the composed config or, with `info`, Hydra's information about the config.
 
-        Only keys and choices are checked, because a check of classes would import them.
+        The config's keys and choices are checked, but not its classes, because their check imports them.
         """
         check_keys(self.config(), self.overrides, self.chain)
         with _explained():
@@ -181,7 +181,7 @@ class RecipeApp:
         chain: RecipeChain | None = None,
     ) -> Composed:
         chain = chain or self.chain
-        cfg = copy.deepcopy(cfg)  # leave the original unchanged, which Hydra runs
+        cfg = copy.deepcopy(cfg)  # Hydra runs the original, which must not change
         with _explained():
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             folders: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
@@ -190,7 +190,7 @@ class RecipeApp:
             check_run_dir(cfg)
             folder = Path(str(cfg.hydra.run.dir)).resolve()
             with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
-                cfg.hydra.runtime.output_dir = str(folder)  # `${run_dir}` refers to it
+                cfg.hydra.runtime.output_dir = str(folder)  # `${run_dir}` refers to this key
             HydraConfig.instance().set_config(cfg)
             values = resolve_config(cfg, overrides, chain)
         return Composed(values, folder, folders["dir"].replace(TASK, RECIPE) == RUN_DIR, chain)

@@ -1,8 +1,8 @@
 """Explain a composition error in one or two lines: the key or option at fault and the nearest name.
 
-Hydra's advice to append a misspelt key with `+` is left out. If an override fails and uses another tool's
-word, the error shows the equivalent override from `habits.yaml`. A user's own option with such a name works.
-`recipes.py` and `composition.py` call this module.
+Hydra's advice to append a misspelt key with `+` is left out. If an override fails because it uses another
+tool's word, the error shows the equivalent override from `habits.yaml`. A user's own option may have the name
+of such a word. `recipes.py` and `composition.py` call this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLUGINS = {
     "hydra/launcher/joblib": ("joblib", "launcher for several runs at once"),
     "hydra/sweeper/optuna": ("optuna", "sweeper that searches with Optuna"),
 }
-"""By option of a Hydra plugin: the extra of this package that installs the plugin, and a description."""
+"""For each option of a Hydra plugin: the extra of `lightning-eff` that installs it, and a description."""
 
 
 def missing_file(
@@ -111,6 +111,7 @@ def _meant_by(item: Override, text: str) -> Sequence[str]:
     """Return the equivalents of an override, if the error is about the override or its key is unknown."""
     key = str(item.key_or_group)
     is_unknown = key not in TOP_LEVEL and "/" not in key and "." not in key
+    # An error's text begins with the key, or with the start of the key's path.
     begins = [
         f"{path}{sign}" for path in itertools.accumulate(key.split("."), "{}.{}".format) for sign in ":="
     ]
@@ -120,7 +121,7 @@ def _meant_by(item: Override, text: str) -> Sequence[str]:
 
 
 def read_habits() -> dict[str, tuple[str, ...]]:
-    """Read habits.yaml: by another tool's key (or key and value), the overrides that a user may mean."""
+    """Read habits.yaml: for each key (or key and value) of another tool, the overrides that it may mean."""
     text = Path(__file__).with_name("habits.yaml").read_text(encoding="utf-8")
     rows: dict[str, str] = yaml.safe_load(text)
     return {
@@ -143,6 +144,6 @@ def proposals(key: str, value: str) -> Sequence[str]:
     row = habits.get(f"{key}={value.lower()}") or habits.get(key) or ()
     found = tuple(text.replace("{}", value) for text in row)
     if len(found) == 1:
-        # The proposal may be in the table too: trainer.strategy=zero2 leads to another override.
+        # The proposal itself may be in `habits.yaml`, for example trainer.strategy=zero2.
         return proposals(*found[0].split("=", 1)) or found
     return found

@@ -29,9 +29,9 @@ def log_no_secrets(logger: Logger) -> Logger:
 
 @contextmanager
 def ended(trainer: pl.Trainer) -> Generator[None]:
-    """Close the W&B and Comet runs of this process, so that the next run of a sweep starts new ones.
+    """Close the W&B and Comet runs of this process, so that the next run of a sweep does not continue them.
 
-    Lightning 2.6 leaves the runs of these services open, and a new logger would continue an open run.
+    Lightning 2.6 leaves the runs of W&B and Comet open, and a new logger would continue an open run.
     """
     from lightning.pytorch.loggers import CometLogger, WandbLogger
 
@@ -40,7 +40,7 @@ def ended(trainer: pl.Trainer) -> Generator[None]:
         yield
         exit_code = 0
     finally:
-        # Only rank 0 has opened runs of these services.
+        # Only rank 0 has opened runs of W&B or Comet.
         for each in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(each, WandbLogger):
                 sys.modules["wandb"].finish(exit_code)

@@ -25,6 +25,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         UsageError: An override does not follow the grammar.
     """
     parser, parsed = OverridesParser.create(), list[Override]()
+    # Parse one line at a time, so that an error names its override.
     for line in overrides:
         try:
             parsed += parser.parse_overrides([line])
@@ -65,14 +66,15 @@ def allow_new_keys(
 def _merge_choices(choices: Sequence[Override], listed: Collection[str]) -> list[str]:
     """Merge all overrides of a multi-option group into one, including options that were added with `+`.
 
-    A list can replace the lists of several recipes in Hydra 1.3, but a single option cannot. Hydra also drops
-    options that are added with `+` to a replacing list. If two overrides replace the list of a group, both
-    are returned, so that Hydra reports the error.
+    In Hydra 1.3, a list in an override can replace the lists of several recipes, but a single option cannot.
+    Hydra also drops options that are added with `+` to a replacing list. If two overrides replace the list of
+    a group, both are returned, so that Hydra reports the error.
     """
     lines: list[str] = []
     for group in dict.fromkeys(str(item.key_or_group) for item in choices):
         own = [item for item in choices if str(item.key_or_group) == group]
         replacing = [item for item in own if not item.is_add()]
+        # Options that are added with `+` come after the replacing list, in every order of the overrides.
         last = [*replacing[-1:], *(item for item in own if item.is_add())]
         lists = [_options_of(item) for item in replacing[:-1]]
         lists.append([name for item in last for name in _options_of(item)])

@@ -35,7 +35,7 @@ from lightning_eff.core.errors import ConfigError, UsageError, check_path, sugge
 
 SEARCH_PATH = "hydra.searchpath"
 EXPERIMENT = "experiment"
-"""Group of the user's experiments, files that change several groups of a recipe."""
+"""Group of the user's experiments; an experiment is a file that changes several groups of a recipe."""
 COMPOSITION_ERRORS = (
     *(HydraException, OmegaConfBaseException, YAMLError),
     *(ValueError, OSError, RecursionError, AssertionError),
@@ -43,7 +43,7 @@ COMPOSITION_ERRORS = (
 """Errors that Hydra 1.3 raises for a config that it cannot compose."""
 SHIPPED = tuple(f"file://{folder}" for folder in (CONF, RECIPES))
 RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
-"""Interpolations for the name of the folder of runs: `TASK` if `task_name` is set, else `RECIPE`."""
+"""Interpolations that name a folder of runs: `TASK` if `task_name` is set, else `RECIPE`."""
 RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
 HYDRA_FOLDERS = {
     "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
@@ -77,7 +77,7 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class RecipePath:
-    """Search path of recipes and options: the user's folders first, then this package's."""
+    """Search path of recipes and options: the user's folders first, then the folders of this package."""
 
     folders: tuple[Path, ...] = ()
 
@@ -108,8 +108,7 @@ class RecipePath:
 class RecipeChain:
     """The choices of a recipe and its experiment.
 
-    They include the user's overrides of single-option groups, but not the user's overrides of multi-option
-    groups.
+    The choices include the user's overrides of single-option groups, but not of multi-option groups.
     """
 
     recipe: str
@@ -117,11 +116,11 @@ class RecipeChain:
     chosen: Overrides
     """Hydra's record of choices, including choices that another recipe or an experiment has overridden."""
     groups: Collection[str]
-    """Groups that the recipe lists, whose choice an override may replace."""
+    """Groups that the recipe lists; an override may replace the choice of such a group."""
     recipes: Sequence[str]
     """The recipe, its base recipes, and the experiment."""
     listed: Mapping[str, Sequence[tuple[str, str]]]
-    """By group: pairs of an option and the recipe that lists it."""
+    """For each group: pairs of an option and the recipe that lists this option."""
 
     def options(self, group: str) -> list[str]:
         """Return the options that the recipes list for a group."""
@@ -168,9 +167,8 @@ class RecipeChain:
 class RecipeLoader(ConfigLoaderImpl):
     """Hydra's loader for one recipe, which reads files under strict rules and composes each config once.
 
-    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`.
-    `load_sweep_config` calls it twice per job of a sweep: to validate the job's overrides, and to launch the
-    job.
+    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`. For each
+    job of a sweep there are two calls: one validates the job's overrides, and one launches the job.
 
     Raises:
         UsageError: The recipe does not exist.
@@ -185,6 +183,7 @@ class RecipeLoader(ConfigLoaderImpl):
             raise UsageError(f"recipe {recipe!r} does not exist: {close}{hint}")
         register()
         search_path = create_config_search_path(str(main))
+        # Each folder is inserted right after this package's folders, so the first folder is inserted last.
         for folder in reversed(path.folders):
             if folder != main:
                 search_path.append("--config-dir", str(folder), SearchPathQuery("lightning_eff", None))
@@ -209,7 +208,7 @@ class RecipeLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        # A copy, because Hydra changes the config that it runs, and a sweep may repeat a job.
+        # Return a copy, because Hydra changes the config that it runs, and a sweep may repeat a job.
         return copy.deepcopy(self.compose(overrides, run_mode))
 
     def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
@@ -253,7 +252,7 @@ class RecipeLoader(ConfigLoaderImpl):
             chosen = Overrides(files, overrides)
             defaults = self._defaults(files, chosen)
             groups = {str(each.config_path).rpartition("/")[0] for each in defaults}
-            # A group whose choice is none has no file, but is listed too.
+            # Add groups with the choice none: no file belongs to this choice, but the recipe lists the group.
             groups |= {*chosen.known_choices_per_group}
             if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
                 # The recipe does not list the group `experiment`, so append the override's choice.
@@ -267,7 +266,7 @@ class RecipeLoader(ConfigLoaderImpl):
         listed: dict[str, list[tuple[str, str]]] = {}
         for name, parent in paths:
             group, _, option = name.rpartition("/")
-            if group and parent in recipes:  # otherwise an option lists the option that it is built on
+            if group and parent in recipes:  # leave out options that another option's file lists
                 listed.setdefault(group, []).append((option, parent))
         return RecipeChain(self._recipe, files, chosen, groups, recipes, listed)
 

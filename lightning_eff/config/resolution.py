@@ -1,7 +1,7 @@
 """Turn a composed config into plain values: check its keys, drop settings that do not apply, resolve values.
 
-`composition.py` calls this module. Two kinds of settings are dropped: keys in a group's YAML that are not
-parameters of a user's own class, and a recipe's settings of an option that an override removed from a list.
+`composition.py` calls this module. Keys in a group's YAML are dropped if they are not parameters of a user's
+own class. A recipe's settings of an option are dropped if an override removed the option from its list.
 Settings that the user typed are never dropped.
 """
 
@@ -31,8 +31,8 @@ NO_LOGGER = "none"
 def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> dict[str, Any]:
     """Return the resolved and checked values of a composed config, without Hydra's section.
 
-    Secrets remain interpolations of environment variables. Settings that do not apply are also removed from
-    `cfg`.
+    Secrets remain interpolations of environment variables. This function also removes settings that do not
+    apply from `cfg` itself.
 
     Raises:
         ConfigError: A key, class, type or path cannot be used, or the config itself contains a secret.
@@ -43,6 +43,7 @@ def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     resolved: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     values = {str(key): value for key, value in resolved.items()}
+    # Check the resolved values, but keep the interpolations of secrets in the result.
     validate.check_config_values(values)
     check_folders(values, Path(values["output_root"]))
     return keep_variables(values, OmegaConf.to_container(own, resolve=False))
@@ -94,7 +95,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
     # Drop keys of a group's YAML that are not parameters of the class in a custom `_target_`.
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
-        # Settings in a file belong to the file's class. If the user typed another class, they may be dropped.
+        # Settings in a file belong to the file's class, so a class that the user typed may lack them.
         own = explicit if f"{group}._target_" in explicit else written
         if f"{group}._target_" not in own or not isinstance(node, DictConfig):
             continue
@@ -126,7 +127,7 @@ def _drop_unread_settings(cfg: DictConfig, overrides: Sequence[Override]) -> Non
     """With `optimizer=module`, drop a recipe's settings of optimizer and scheduler, and log their names.
 
     Raises:
-        ConfigError: The user typed a setting of the optimizer or a scheduler, which would have no effect.
+        ConfigError: The user typed an optimizer setting or a scheduler, which would have no effect.
     """
     node: Any = cfg.get("optimizer")
     if not isinstance(node, DictConfig) or node.get("_target_") != validate.MODULE_OPTIMIZER:

@@ -1,9 +1,9 @@
 """Read YAML files under strict rules, for Hydra and for this package; errors name the file and the line.
 
 Hydra's own reader shows a PyYAML traceback for many mistakes. This reader accepts plain values and rejects
-aliases; an interpolation `${key}` refers to another value. So a short file cannot expand to a huge or endless
-document, and a tag cannot build an object. Through `RecipeFiles`, Hydra uses this reader too, and reads each
-file once.
+aliases; use an interpolation `${key}` instead of an alias. Without aliases, a short file cannot expand to a
+huge or endless document. Without objects, a tag cannot run code. Through `RecipeFiles`, Hydra uses this
+reader too, and reads each file once.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RecipeFiles(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         name = config_path.removesuffix(".yaml")
         if name not in self.documents:
-            # An option's file may be empty, but not a recipe.
+            # The file of an option may be empty; the file of a recipe may not.
             self.documents[name] = read_yaml(Path(self.path, f"{name}.yaml"), expect_mapping="/" not in name)
         document = self.documents[name]
         if not isinstance(document.content, (dict, type(None))):

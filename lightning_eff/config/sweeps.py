@@ -25,9 +25,9 @@ METRIC, MONITOR = "optimized_metric", "efficiency_report"
 def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
     """Return the overrides of runs that together contain every listed value of a sweep.
 
-    Spelling and order are as in Hydra 1.3's BasicSweeper, so that Hydra's runs can reuse these compositions.
-    For a grid, all runs are returned. A search tries only a few combinations, so for a search each value and
-    the start of each interval occur once. Values that a sweeper chooses are checked when their run starts.
+    The overrides have the same spelling and order as in Hydra 1.3's BasicSweeper, so that Hydra's runs reuse
+    the checked configs. For a grid, all runs are returned. For a search, only a few runs are returned, which
+    contain each value and the start of each interval. Later values are checked when their run starts.
 
     Raises:
         UsageError: A grid contains an interval.
@@ -81,6 +81,7 @@ def check_storage(sweeper: Mapping[str, Any], root: Path) -> None:
     Raises:
         ConfigError: The database is a file outside of `root`.
     """
+    # Other storages, such as a database server, are not files.
     storage = sweeper.get("storage")
     if isinstance(storage, str) and storage.startswith("sqlite:///"):
         check_inside("hydra.sweeper.storage", storage.removeprefix("sqlite:///"), root)

@@ -2,10 +2,10 @@
 
 A group instantiates only subclasses of the group's base class. A nested `_target_` instantiates only
 subclasses of `_nested_bases`. Functions are rejected, because a config could do the most harm with functions.
-The check of a class imports its module, which is trusted code of the user. beartype checks types against the
-constructor's annotations; the constructor checks all other conditions. A run writes only below `output_root`.
-Hydra's own section may name installed plugins and a sweeper's sampler, but no other code. `resolution.py`
-calls this module.
+The check of a class imports its module, which is trusted code of the user. Types are checked by beartype
+against the constructor's annotations; the constructor checks all other conditions. A run writes only below
+`output_root`. Hydra's own section may name installed plugins and a sweeper's sampler, but no other code.
+`resolution.py` calls this module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GROUP_BASES = {
 MODULE_OPTIMIZER = "lightning_eff.optimizer.module.ModuleOptimizer"
 """Class that `optimizer=module` names: a callback that keeps the module's own optimizer."""
 IGNORE_ARGUMENTS = ("lightning.pytorch.core.datamodule", "lightning.pytorch.core.module")
-"""Modules of base classes with a constructor that accepts and ignores any argument; subclasses inherit it."""
+"""Modules of base classes with a constructor that accepts all arguments and ignores them."""
 RUN_TYPES = {
     "seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str, "plan_longest": bool,
     "optimized_metric": str | None, "task_name": str | None, "tags": list[str] | None,
@@ -67,7 +67,7 @@ EXTRAS = {
     "schedulefree": "optimizers",
     "pytorch_optimizer": "optimizers",
 }
-"""By a package that an option may need: the extra of `lightning-eff` that installs this package."""
+"""For each package that an option may need: the extra of `lightning-eff` that installs this package."""
 WRITTEN_FOLDERS = (
     "run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir", "dir",
     "offline_directory",
@@ -78,7 +78,7 @@ WRITTEN_NAMES = ("name", "version", "filename", "sub_dir")
 HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
 SAMPLER, SAMPLER_BASE = "hydra.sweeper.sampler", "optuna.samplers.BaseSampler"
 CALLED = "hydra.sweeper.custom_search_space"
-"""Key under which Optuna's sweeper accepts the name of a function."""
+"""Key whose value, in the settings of Optuna's sweeper, is the name of a function to call."""
 LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
 """Keys with which Python's logging builds classes or writes to a file."""
 _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
@@ -92,6 +92,7 @@ def check_config_values(values: dict[str, Any]) -> None:
     Raises:
         ConfigError: A value cannot be used.
     """
+    # YAML reads `.nan` as a float, which an annotation without a range would accept.
     for path, _, value in walk_leaves(values):
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError(path, value, allowed="a number")
@@ -143,7 +144,8 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_own_keys(path: str, node: Mapping[str, Any]) -> None:
-    """Reject a key that a class of this package lacks; its YAML lists all parameters, so skip the import."""
+    """Reject a key that a class of this package lacks; read the class's YAML, which lists all parameters."""
+    # A technique's YAML has the name of its module.
     module, _, class_name = str(node.get("_target_")).rpartition(".")
     file = CONF / path.partition(".")[0] / f"{module.rpartition('.')[2]}.yaml"
     written: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -296,7 +298,7 @@ def resolve_class(path: str, target: object) -> type:
     """
     key = f"{path}._target_"
     try:
-        with patch("hydra.utils.log.error"):  # the error below has the same content
+        with patch("hydra.utils.log.error"):  # the error that is raised below has the same content
             found: Any = get_object(str(target))
     except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         cause = error.__cause__ or error
@@ -345,6 +347,7 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
 
 def check_write_access(root: Path) -> None:
     """Reject an output root that cannot be written to or created."""
+    # The run would create missing folders, so check the nearest folder that exists.
     existing = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         allowed = f"a folder with write access; {existing} has none"

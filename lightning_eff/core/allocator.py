@@ -31,6 +31,7 @@ def _glibc() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim"):
         return None
+    # ctypes would pass an int as a C int, but the parameter is a size_t.
     library.malloc_trim.argtypes = [ctypes.c_size_t]
     return library
 
@@ -47,7 +48,7 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.accelerator.memory_reserved(device)
     statm = Path("/proc/self/statm")
-    # The second number in this file counts resident pages.
+    # The second number in /proc/self/statm counts resident pages.
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
@@ -58,11 +59,12 @@ def empty_cache(device: torch.device) -> None:
     elif device.type == "cuda":
         torch.accelerator.empty_cache()
     elif (library := _glibc()) is not None:
-        library.malloc_trim(0)
+        library.malloc_trim(0)  # 0: keep no spare memory at the top of the heap
 
 
 def total_bytes(device: torch.device) -> int:
     """Return the memory of a device in bytes; on a CPU, the memory that this process may use."""
+    # Metal has no fixed limit, since GPU and CPU share their memory; it recommends a maximum.
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type == "cuda":

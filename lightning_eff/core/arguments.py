@@ -3,8 +3,8 @@
 An annotation such as `every_n_steps: Count | None` defines type, range and error message in one place. In a
 plain Trainer, the decorator `check_arguments` checks each constructor call. In a recipe, config/validate.py
 checks the same annotations before anything is built. This module defines the suite's ranges, and describes in
-words what an annotation accepts. It checks every item of a container, because beartype samples only one item.
-beartype checks all other types.
+words what an annotation accepts. Containers are checked item by item, because beartype samples only one item.
+All other types are checked by beartype.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TEXTS: tuple[tuple[Any, str], ...] = (
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the keyword arguments of a constructor or function against their annotations before it runs.
+    """Check the keyword arguments of a constructor or function against their annotations before the call.
 
     Raises:
         ConfigError: An annotation does not accept its argument.
@@ -73,6 +73,7 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         hints = typing.get_type_hints(function, include_extras=True)
+        # Positional arguments are not checked, because they are `self` or the model.
         for name, value in kwargs.items():
             check_value(name, value, hints.get(name, Any))
         return function(*args, **kwargs)
@@ -97,6 +98,7 @@ def accepts(hint: Any, value: Any) -> bool:
     numbers. An annotation `tuple` also accepts a list, since YAML has no tuples.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    # Before Python 3.14, `Union[int, str]` and `int | str` have different origins.
     if origin in (Union, types.UnionType):
         return any(accepts(arg, value) for arg in args)
     if origin is Literal:
@@ -108,7 +110,7 @@ def accepts(hint: Any, value: Any) -> bool:
     base: Any = args[0] if origin is Annotated else hint
     if base in (int, float):
         kind: Any = numbers.Integral if base is int else numbers.Real
-        # A bool is a number in Python, but not a sensible setting.
+        # A bool is a number in Python, but makes no sense as a numeric setting.
         value = base(value) if isinstance(value, kind) and not isinstance(value, bool) else None
     try:
         with warnings.catch_warnings():  # beartype warns about old-style annotations of other libraries
@@ -124,6 +126,7 @@ def _items(origin: Any, args: tuple[Any, ...], value: Any) -> Iterable[tuple[Any
         items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         kinds = [args[0]] * len(items) if args[1:] == (...,) else list(args)
         return zip(kinds, items, strict=True) if len(kinds) == len(items) else None
+    # A string is iterable too, but no setting means a list of its characters.
     is_container = isinstance(origin, type) and issubclass(origin, Iterable) and not isinstance(value, str)
     if not (is_container and args and isinstance(value, origin) and isinstance(value, Collection)):
         return None
@@ -142,6 +145,7 @@ def describe(hint: Any, *, none: str = "None") -> str:
         >>> describe(tuple[BelowOne, BelowOne])
         'a list of 2 (a fraction from 0 up to 1)'
     """
+    # Compare the annotation first: `get_origin` of `Count` would only show `Annotated`.
     known = next((text for known, text in TEXTS if known == hint), "")
     if known:
         return none if hint is type(None) else known

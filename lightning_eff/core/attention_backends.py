@@ -7,11 +7,11 @@ are not present. `callbacks/attention` and predictions use the table.
 
 Source: the headers of torch 2.13.0, and pytorch's aten/src/ATen/native/transformers files sdp_utils_cpp.cpp
 and cuda/sdp_utils.cpp as of summer 2026 (001f694). The table omits memory-efficient attention with grouped
-heads (pytorch#191085), which the headers of 2.13 lack. cuDNN has the highest priority on compute capability 9
-and 10 with cuDNN 9.15.1 or later, which torch 2.11 and later for CUDA 13 includes. On other GPUs, cuDNN comes
-after math. For head sizes of 129 to 256, torch's choice between cuDNN and flash is uncertain; the table
-assumes flash, which saves the same tensors. The table does not cover nested tensors, ROCm, storage offsets,
-or `torch.use_deterministic_algorithms` (cuDNN rejects it).
+heads (pytorch#191085), which the headers of 2.13 lack. On compute capability 9 and 10, the cuDNN backend has
+the highest priority; on other GPUs it comes after math. That priority needs cuDNN 9.15.1 or later, which
+torch 2.11 and later for CUDA 13 includes. For head sizes of 129 to 256, torch's choice between cuDNN and
+flash is uncertain; the table assumes flash, which saves the same tensors. The table does not cover nested
+tensors, ROCm, storage offsets, or `torch.use_deterministic_algorithms` (the cuDNN backend rejects it).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ASK_FOR_SDPA = (
     "F.scaled_dot_product_attention in your own code, need_weights=False for nn.MultiheadAttention, "
     "attn_implementation='sdpa' for transformers"
 )
-"""Remedies for modules with their own attention code, so that they use a fused backend."""
+"""Remedies that let a module with its own attention code use a fused backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class AttentionCall:
         key: Shape of the key, `[B, H, S, E]`; in grouped-query attention, fewer heads than the query has.
         value: Shape of the value, `[B, H, S, Ev]`.
         dtype: Dtype of query, key and value after autocast.
-        mask: `causal` for `is_causal=True`, `none` without a mask, else the kind of dtype of `attn_mask`.
+        mask: `causal` for `is_causal=True`, `none` without a mask, else `bool` or `float` for `attn_mask`.
         mask_shape: Shape of `attn_mask`; None without a mask, or for a shape that every backend accepts.
         mask_requires_grad: Whether `attn_mask` requires a gradient.
         dropout: Dropout probability (`dropout_p`).
@@ -112,6 +112,7 @@ class Choice:
 
 def _is_mask_shape_rejected(call: AttentionCall, _: int) -> bool:
     """Return whether a mask's shape is neither `[T, S]` nor `[B, H, T, S]`; each axis may also be 1."""
+    # The scores are `[B, H, T, S]`; broadcasting aligns the mask with their last axes.
     shape, scores = call.mask_shape or (), (*call.query[:-1], call.key[2])
     fits = all(a in {b, 1} for a, b in zip(reversed(shape), reversed(scores), strict=False))
     return len(shape) not in {0, 2, 4} or not fits
@@ -141,6 +142,7 @@ def _is_backward_rejected(call: AttentionCall, capability: int) -> bool:
 
 
 def _is_dtype_rejected(call: AttentionCall, capability: int) -> bool:
+    # Capability 0 stands for a CPU. GPUs older than Ampere have no bfloat16.
     more = {0: (torch.bfloat16, torch.float64)}.get(capability, HALF if capability >= 80 else ())
     return call.dtype not in (torch.float16, torch.float32, *more)
 
@@ -168,8 +170,8 @@ RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
     "backward of large heads": _is_backward_rejected,
     "GPU older than Ampere": lambda _, capability: capability < 80,
 }
-"""Reasons to reject a call, each with a function of the call and the compute capability that returns whether
-the reason applies. The axes of shapes are `[B, H, T, E]`."""
+"""By reason: a function of call and compute capability, which returns whether the reason for rejecting the
+call applies. The axes of shapes are `[B, H, T, E]`."""
 
 
 def switched_on() -> list[str]:
@@ -204,8 +206,8 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
         call: The call.
         capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
         enabled: Enabled backends, as `switched_on` returns them. If their order differs from `BACKENDS`, it
-            was set by `sdpa_kernel(..., set_priority=True)`. If math is disabled, torch raises an error for
-            calls for which this function returns math.
+            was set by `sdpa_kernel(..., set_priority=True)`. If math is disabled and this function returns
+            math, torch raises an error.
 
     Example:
         >>> shape = (2, 4, 512, 64)
@@ -215,12 +217,14 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
         >>> choose(call, 90)
         Choice(backend='flash', rejected={'cudnn': 'dropout not a multiple of 1/16'})
     """
+    # Bring shapes to 4 axes, so that the rules can index them; "not 4-D" still rejects the fused backends.
     query, key, value = (((1,) * 4 + shape)[-4:] for shape in (call.query, call.key, call.value))
     in_4d = replace(call, query=query, key=key, value=value)
     general = ["not 4-D"] if len(call.query) != 4 else []
     rules: Mapping[str, tuple[str, ...]] = _CUDA if capability else _CPU
     has_cudnn = capability // 10 in {9, 10}  # on other GPUs, cuDNN comes after math
     order: Sequence[str] = [backend for backend in rules if has_cudnn or backend != "cudnn"]
+    # Another order than the default comes from the user, and replaces the device's order.
     if capability and list(enabled) != [name for name in BACKENDS if name in enabled]:
         order = enabled
     rejected: dict[str, str] = {}

@@ -12,9 +12,9 @@ microbatching runs a call twice. The record contains:
   handles torch's generators).
 
 The recorded state is reinstated for the recomputation. Afterwards the state from before the recomputation is
-restored, so that its writes are lost. Parameters and inputs are referenced, not copied. Buffers and other
-tensors of a module are copied, because a forward may write to them (batch statistics, counters). If a tensor
-without a copy has changed, the recomputation raises an error.
+restored, so that writes of the recomputation are lost. Parameters and inputs are referenced, not copied. A
+module's buffers and other tensors are copied, because a forward may write to them (batch statistics,
+counters). If a tensor without a copy has changed, the recomputation raises an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STATISTICS = ("running_mean", "running_var")
 _BASE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _HELD = ("_parameters", "_buffers", "_modules", *(name for name in _BASE if name.startswith("_forward_")))
-"""Attributes of `nn.Module` with contents that a forward depends on."""
+"""Dictionaries of `nn.Module` on which a forward depends."""
 
 
 class RecomputationError(RuntimeError):
@@ -64,7 +64,7 @@ class CallState:
         self._parts = list(module.modules())
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[Tensor, int, bool]] = {}
-        """By a tensor's id: the tensor, its version, and whether it required a gradient."""
+        """For each tensor's id: the tensor, its version, and whether the tensor required a gradient."""
         self._copies: dict[int, Tensor] = {}
         self._statistics: set[int] = set()
         self._known: set[int] = set()
@@ -96,7 +96,7 @@ class CallState:
             self._note(value, has_objects=True)
 
     def _copy(self, value: Any) -> None:
-        """Copy a tensor that a forward may write to; `end_forward` drops the copy if it was not written."""
+        """Copy a tensor that a forward may write to; `end_forward` drops the copy of an unchanged tensor."""
         if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, nn.Parameter):
             self._copies[id(value)] = value.detach().clone()
 
@@ -157,6 +157,7 @@ class CallState:
                     " forward pass and the backward pass, where it is computed again: change it after the"
                     " backward pass, or write to a copy"
                 )
+        # Clone again, because this recomputation may write too, and another recomputation may follow.
         copies = {key: copy.clone() for key, copy in self._copies.items()}
         before = [
             (container, _reinstate(container, content, copies)) for container, content in self._contents
@@ -165,6 +166,7 @@ class CallState:
         new = [held for part in self._parts for key in _HELD if (held := vars(part).get(key))]
         new = [held for held in new if isinstance(held, dict) and id(held) not in self._known]
         before += [(held, _reinstate(held, {}, {})) for held in new]
+        # `requires_grad` can be set only on leaves.
         flags = [(t, need) for t, _, need in self._tensors.values() if t.requires_grad != need and t.is_leaf]
         states = [(write, read()) for read, write, _ in self._states]
         try:
@@ -203,10 +205,11 @@ def oldest_graphs_first() -> Generator[None]:
 
 
 def stops_early(module: nn.Module) -> bool:
-    """Return whether a recomputation may stop after its last saved tensor: not with RReLU.
+    """Return whether a recomputation may stop after autograd has saved the last tensor.
 
-    RReLU fills the tensor of its random slopes after autograd has saved this tensor.
+    A recomputation with RReLU must continue, because RReLU fills its tensor of slopes after it was saved.
     """
+    # The names that a forward uses are in its code object, for `F.rrelu` and `torch.rrelu_` alike.
     codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]
     return not any("rrelu" in name for code in codes if code is not None for name in code.co_names)
 
@@ -221,6 +224,7 @@ def _kind(kind: type) -> str:
         "generator": (torch.Generator, random.Random, np.random.RandomState, np.random.Generator),
         "": (nn.Module, ModuleType, type, NoneType, int, float, str),
     }
+    # Callables, such as functions, are not recorded, although they have a `__dict__`.
     other = "" if issubclass(kind, Callable) else "object"
     return next((name for name, classes in kinds.items() if issubclass(kind, classes)), other)
 
@@ -231,6 +235,7 @@ def version(tensor: Tensor) -> int:
 
 
 def _scripted_buffers(part: nn.Module) -> dict[str, Tensor]:
+    # Clone: the tensors share the memory to which the scripted forward writes.
     return {name: buffer.detach().clone() for name, buffer in part.named_buffers(recurse=False)}
 
 
@@ -245,11 +250,11 @@ def _content(container: Any) -> Any:
 
 
 def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
-    """Set a container's content and return its previous content; `copies` replace tensors, by tensor id."""
+    """Set a container's content and return its previous content; `copies` replaces tensors by their id."""
     now = _content(container)
     if not isinstance(container, dict):
         new = [copies.get(id(value), value) for value in content]
-        # Refill it only if the content differs: a set that is filled again may have another order.
+        # Refill the container only if its content differs: a refilled set may have another order.
         if len(now) != len(new) or not all(map(operator.is_, now, new)):
             container.clear()
             (container.update if isinstance(container, set) else container.extend)(new)

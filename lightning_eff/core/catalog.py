@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
 """Groups from which a run may list several options; each option is a key of the group's dictionary."""
 OPTIONAL_GROUPS = ("launch", "experiment")
-"""Single-option groups that a recipe need not list. The user writes experiments; they are composed last."""
+"""Single-option groups that a recipe need not list. Experiments are the user's files, composed last."""
 LEDGER_FILE = "efficiency.json"
 """File with the efficiency report in a run's folder."""
 RESOLVED = "resolved.yaml"
@@ -29,7 +29,7 @@ CONF, RECIPES, CONSTRAINTS = (
     PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
     for name in ("conf", "recipes", "constraints.txt")
 )
-"""Two folders and a file; they are in the installed package, or in a checkout next to the package."""
+"""Paths of two folders and a file: inside the installed package, or next to the package in a checkout."""
 
 
 def read_ledger(run: Path) -> dict[str, Any]:
@@ -45,13 +45,14 @@ RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
 def began(run: Path) -> tuple[str, int]:
     """Return a run's start time and its number in a sweep, to sort runs; both are read from folder names.
 
-    The folder's modification time is used only if the user has named the folder. Copying the folder or
-    setting the clock changes that time.
+    The folder's modification time is used only if the user has named the folder, because this time changes
+    when the folder is copied or the clock is set.
 
     Example:
         >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"))
         ('2026-11-27_01-02-03-000000', 7)
     """
+    # A run of a sweep has its number as its name, below the sweep's folder.
     number = int(run.name) if run.name.isdecimal() else -1
     found = re.search(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(-\d+)?", run.parent.name if number >= 0 else run.name)
     # A folder that the user named has no time in its name.
@@ -74,7 +75,7 @@ class Entry:
 
 def module_docstring(module: Path) -> str:
     """Return a module's docstring without importing it."""
-    # Not ast.get_docstring: parsing 60 modules takes a third of the time of `ls`.
+    # Why not ast.get_docstring: parsing 60 modules takes a third of the time of `ls`.
     _, docstring, _ = module.read_text(encoding="utf-8").split('"""', 2)
     return inspect.cleandoc(docstring)
 
@@ -98,6 +99,7 @@ def recipes(folders: Sequence[Path] = ()) -> list[Entry]:
 def options(folders: Sequence[Path] = ()) -> list[Entry]:
     """Return every option of every group, including techniques; options in the user's folders come first."""
     found: list[Entry] = []
+    # A user's folder may have other subfolders, such as hydra/, which are no groups of this package.
     groups = {*OPTIONAL_GROUPS, *(folder.name for folder in CONF.iterdir())}
     files = [file for folder in (*folders, CONF) for file in sorted(folder.glob("*/*.yaml"))]
     for file in (file for file in files if file.parent.name in groups):
@@ -160,7 +162,7 @@ def yaml_parameters(file: Path) -> list[tuple[str, str, str]]:
 
 
 def parameter_keys() -> list[str]:
-    """Return every parameter of every option by its path on the command line."""
+    """Return the command-line paths of all parameters of all options."""
     keys: list[str] = []
     for entry in options():
         group, _, name = entry.name.partition("/")

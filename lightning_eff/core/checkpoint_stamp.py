@@ -4,14 +4,14 @@ The rest of a checkpoint does not depend on the techniques, so a run may resume 
 stamp has its own key in the checkpoint, which stock Lightning ignores. The state of another optimizer class
 is rejected before it is loaded, because Lightning would load the entries that happen to match.
 
-The stamp also contains the states of this package's callbacks. If they were stored among the states of
-Lightning's callbacks, a Trainer without one of these callbacks would warn.
+The stamp also contains the states of this package's callbacks. Among the states of Lightning's callbacks,
+such a state would cause a warning in a Trainer without this callback.
 
 If `max_steps` ends a run in the middle of an epoch, Lightning 2.6 saves the epoch as complete. A resumed run
 would skip the rest of that epoch and, with a stateful loader, the start of the next epoch. If `max_steps`
-ends a run at the end of an epoch, the resumed run would draw one batch of the next epoch and skip the others.
-So both checkpoints are loaded as if `every_n_train_steps` had saved them after the last batch. Lightning
-resumes correctly from such checkpoints.
+ends a run at the end of an epoch, the resumed run would draw one batch of the next epoch and skip the rest.
+So a checkpoint at `max_steps` is loaded as if `every_n_train_steps` had saved it after the last batch, since
+Lightning resumes correctly from such a checkpoint.
 
 Why not a separate callback: its empty hooks would cost microseconds per step, and a plain Trainer with a
 single technique would write no stamp. Instead, each callback uses `save_stamp` and `load_stamp` as its hooks.
@@ -36,7 +36,7 @@ KEY = "lightning_eff"
 """Key of the stamp in a checkpoint."""
 LIGHTNING_VERSION = "pytorch-lightning_version"
 MAX_CHARACTERS = 60
-"""Number of characters of a checkpoint's class name that a message shows."""
+"""Number of characters of a saved class name that a message shows."""
 
 
 def save_stamp(
@@ -67,6 +67,7 @@ def load_stamp(
 ) -> None:
     """Restore this callback's state and the position in the epoch; used as `on_load_checkpoint`."""
     del pl_module
+    # In this order: the second function recognizes an epoch end by counts that the first completes.
     count_untrained_batches(checkpoint)
     undo_premature_epoch_end(trainer, checkpoint)
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
@@ -80,10 +81,10 @@ def load_stamp(
 
 
 def check_on_restore(trainer: pl.Trainer) -> None:
-    """Add a check right before the optimizers' states are loaded; several calls add a single check.
+    """Make the Trainer check optimizers and weights right before it loads optimizer states.
 
     The check raises a ConfigError if a state is from another optimizer class, and a CheckpointError if
-    trained weights are not finite.
+    trained weights are not finite. Several calls of this function add a single check.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
@@ -91,6 +92,7 @@ def check_on_restore(trainer: pl.Trainer) -> None:
     load_states = strategy.load_optimizer_state_dict
 
     def check_and_load(checkpoint: Mapping[str, Any]) -> None:
+        # Restore the class's method, so that the check runs once and a later load can be checked again.
         del strategy.load_optimizer_state_dict
         states = checkpoint.get("optimizer_states") or ()
         parameters = trainer.lightning_module.named_parameters()
@@ -146,8 +148,8 @@ def _mismatch(value: str, expected: str) -> ConfigError:
 def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
     """Count skipped batches as trained batches in a checkpoint's progress; a second call changes nothing.
 
-    Lightning 2.6 does not count a batch that is None as started, and does not count a batch that
-    `on_train_batch_start` rejects as completed. Such counts look as if the run was saved during a batch.
+    In Lightning 2.6, a batch of None is not counted as started, and a batch that `on_train_batch_start`
+    rejects is not counted as completed. Such counts look as if the run was saved during a batch.
     """
     loop = nested_dict(checkpoint, "loops", "fit_loop")
     epoch = nested_dict(loop, "epoch_progress", "total")
@@ -160,6 +162,7 @@ def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
         current["started"] = current["ready"]
         if epoch["processed"] == epoch["started"]:
             current["completed"] = current["ready"]
+    # Batches of earlier epochs (`ready` of total minus current) count as complete; add the current counts.
     total |= {key: total["ready"] - current["ready"] + current[key] for key in keys}
 
 
@@ -182,6 +185,7 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
         counts = [nested_dict(progress, "total").get(key) for key in keys]
         if not isinstance(counts[0], int) or counts[0] < 1 or counts.count(counts[0]) < len(counts):
             return
+    # Without a limit of steps, an epoch that ended with its last batch is complete.
     if batches.get("is_last_batch", True) and trainer.max_steps == -1:
         return
     for part in ("total", "current"):

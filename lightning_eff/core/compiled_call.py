@@ -36,7 +36,7 @@ class CompiledCall:
 
 
 def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return, by name, a module's instance attributes that call the compiler; empty if it is not compiled."""
+    """Return, by name, a module's instance attributes that call the compiler; empty for a plain module."""
     found = {name: value for name, value in vars(module).items() if isinstance(value, CompiledCall)}
     if vars(module).get("_compiled_call_impl") is not None:  # private in torch 2.13: nn.Module.compile
         found["_compiled_call_impl"] = vars(module)["_compiled_call_impl"]
@@ -46,7 +46,7 @@ def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether any submodule is compiled: by `CompiledCall`, `nn.Module.compile` or `torch.compile`.
+    """Return whether a module or submodule is compiled, also by `nn.Module.compile` or `torch.compile`.
 
     Example:
         >>> is_compiled(nn.Linear(1, 1))

@@ -53,13 +53,13 @@ LoaderTransform = Callable[[Any], Any]
 def add_loader_transform(
     trainer: pl.Trainer, transform: LoaderTransform, *, position: int = 0
 ) -> Callable[[], None]:
-    """Apply `transform` to each loader that this Trainer will train with.
+    """Apply `transform` to each training loader of a Trainer.
 
     Args:
         trainer: The Trainer whose strategy prepares loaders.
         transform: Function that receives the loader, and returns this loader or a replacement.
-        position: Place among all transforms, from -1 (first) to 1 (last, Lightning iterates its result);
-            transforms with equal positions are applied in the order of addition.
+        position: Place among all transforms: -1 is applied first, 1 is applied last. Transforms with equal
+            positions are applied in the order of addition.
 
     Returns:
         A function that removes the transform; transforms may be removed in any order.
@@ -76,6 +76,7 @@ def add_loader_transform(
                 prepared = transform(prepared)
             return prepared
 
+        # Set on the instance, which hides the class's method until `remove` deletes the attribute.
         strategy.process_dataloader = prepare
     # `sort` is stable, so equal positions stay in the order of addition.
     entry = position, transform
@@ -95,8 +96,8 @@ def restore_loader_state(trainer: pl.Trainer) -> None:
     """Restore stateful loaders to the positions saved in a checkpoint, when a run starts.
 
     Lightning 2.6 restores loaders when it creates them. But if a learning-rate schedule needs the number of
-    steps (`estimated_stepping_batches`), Lightning creates the loaders before it reads the checkpoint. Then
-    Lightning never restores the loaders, and the run would start its epoch again.
+    steps (`estimated_stepping_batches`), Lightning creates the loaders before it reads the checkpoint.
+    Lightning never restores such loaders, and the run would start its epoch again.
     """
     fit_loop: Any = trainer.fit_loop
     if fit_loop._combined_loader_states_to_load:  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Determine the dtypes that a device computes natively, and cast a module but not its complex tensors."""
+"""Find the dtypes that a device computes natively, and cast modules without their complex tensors."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
         return DtypeSupport(native=True, why=f"this CPU computes {name} ({unit})")
     native = True
     if dtype == torch.bfloat16 and device_type == "cuda":
+        # By default, torch 2.13 also returns True for GPUs that emulate bfloat16.
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     elif dtype == torch.bfloat16 and device_type == "mps":
         native = torch.backends.mps.is_macos_or_newer(14, 0)
@@ -86,5 +87,5 @@ def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     root._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: SLF001
     for part in root.modules():
         if isinstance(part, LightningModule):
-            vars(part)["_dtype"] = dtype  # `self.dtype` reads it; LightningModule.to sets it too
+            vars(part)["_dtype"] = dtype  # for `self.dtype`, as in `LightningModule.to`
     return module

@@ -32,7 +32,7 @@ EXIT_SIGUSR1 = 138
 """Exit code after SIGUSR1, which SLURM can send some time before it ends a job."""
 EXIT_TERMINATED = 143
 LEGACY = "pytorch_lightning"
-"""Lightning's legacy package, whose classes have the same names as in `lightning.pytorch`."""
+"""Lightning's legacy package, whose classes have the names of classes in `lightning.pytorch`."""
 OUT_OF_MEMORY = (
     "out of memory",  # CUDA, HIP, XPU and MPS, and CUDA's own calls
     "can't allocate memory",  # torch's allocator on the CPU
@@ -90,6 +90,7 @@ TO_FULL_CHECKPOINTS = Remedy("strategy.checkpoints=full", 'FSDP2(checkpoints="fu
 @contextmanager
 def keep_overrides() -> Generator[None]:
     """Show remedies as overrides in error texts that are created inside this context."""
+    # A context variable, so that other threads keep the form of their remedies.
     token = _in_recipe.set(True)
     try:
         yield
@@ -105,7 +106,7 @@ def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[st
         >>> print(remedy.override, remedy.python)
         'callbacks.micro_batch.keep=[weights,"1.0"]' MicroBatch(keep=['weights', '1.0'])
     """
-    # Quote names such as `1.0`, which Hydra would read as a number; protect these quotes from the shell.
+    # Quote names such as `1.0`, which Hydra would read as numbers. Then quote the override for the shell.
     quoted = [name if re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name) else json.dumps(name) for name in names]
     override = f"{option}.{parameter}=[{','.join(quoted)}]"
     override = override if quoted == list(names) else shlex.quote(override)
@@ -113,10 +114,10 @@ def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[st
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used, detected before anything ran.
+    """A setting that cannot be used; the error is raised before the run starts.
 
     Args:
-        key: Name of the setting. A technique passes its parameter's name, to which `under` prepends a path.
+        key: Name of the setting: a technique passes its parameter's name, and `under` prepends a path.
         value: The rejected value.
         allowed: Description of accepted values.
         remedies: Settings to paste instead; the message shows the first three.
@@ -167,13 +168,13 @@ class ConflictError(Exception):
 
 
 class EnvironmentLacksError(Exception):
-    """A package or tool is not installed; the text has the command that installs it."""
+    """A required package or tool is not installed; the text contains the command to install it."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 PRE_RUN_ERRORS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
-"""Errors raised before a run starts, while nothing has been changed or written."""
+"""Errors that are raised before a run starts; at that time, no file or model has been changed."""
 
 
 class RankError(Exception):
@@ -225,7 +226,7 @@ class LittleReachedWarning(NoEffectWarning):
 
 
 class ConflictWarning(UserWarning):
-    """Two settings can be combined, but not with the expected effect."""
+    """Two settings can be combined, but do not have the expected effect together."""
 
 
 class SlowPathWarning(UserWarning):
@@ -300,6 +301,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen: set[int] = set()  # causes can form a cycle
     while error is not None and id(error) not in seen:
         names = {kind.__name__ for kind in type(error).__mro__}
+        # Other classes may quote such a text without being out of memory.
         text = str(error).lower() if isinstance(error, RuntimeError) else ""
         if names & {"MemoryError", "OutOfMemoryError"} or any(part in text for part in OUT_OF_MEMORY):
             return True
@@ -314,5 +316,6 @@ def root_cause_line(error: BaseException) -> str:
     if hasattr(error, "exit_code"):
         return text
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # A first line that ends with a colon only introduces the cause, so add the next line.
     first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -39,7 +39,7 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
     own = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
     group = top / (own[1] if own is not None else "")
-    # In a container, /proc may show the group's path on the host; that folder is missing, but `top` exists.
+    # In a container, /proc may show a path on the host, which does not exist here; then only `top` is read.
     for folder in (group, *group.parents):
         limit = _read(folder / "memory.max").strip() if folder.is_relative_to(top) else ""
         if limit.isdecimal():
@@ -54,6 +54,7 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
         found = re.search(rf"^{line}\s+(\d+)\s", ulimits, re.MULTILINE)
         if found:
             limits.append(HostMemoryLimit(name, int(found[1]), used.get(counted, 0)))
+    # The limits count different kinds of memory as taken, so compare the bytes that they leave free.
     return min(limits, key=lambda limit: limit.num_bytes - limit.taken_bytes)
 
 

@@ -1,15 +1,15 @@
 """Offload the inputs of recomputed blocks to pinned host memory, on a separate CUDA stream.
 
 `callbacks/gradient_checkpointing` uses this module with `policy=offload`. The copy to the host can overlap
-the forward pass of the next block. The copy back to the device can overlap the recomputation of the next
-block, which the backward pass reaches first. These rules keep the copies correct on two streams:
+the forward pass of the next block. The copy back to the device can overlap the recomputation of the block
+that the backward pass handles before. These rules keep the copies correct on two streams:
 
 - Each stream waits for the other stream's work through events. The memory of a copy is kept until the main
   stream has waited for the copy. `record_stream` is not used, because it frees memory at an unknown time. At
   most two copies are in flight.
 - `current_stream` is called outside of `with torch.cuda.stream(...)`, where it would return the copy stream.
-- torch allocates the pinned memory and caches freed blocks. So only the first step allocates, which
-  synchronizes the device. Later steps reuse a block of memory after its copies have finished.
+- torch allocates the pinned memory and caches freed blocks. Only the first step allocates pinned memory,
+  which synchronizes the device. Later steps reuse a block of memory after its copies have finished.
 
 The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap, and a run
 took 3 times the time of recomputation alone. On a CPU, offloading makes plain copies, which save no memory.
@@ -29,7 +29,7 @@ from torch import Tensor
 STREAMED = ("cuda",)
 """Types of devices whose copies run on a separate stream."""
 MAX_IN_FLIGHT = 2
-"""Largest number of copies for which the main stream has not waited yet."""
+"""Largest number of copies in flight: copies for which the main stream has not waited yet."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class _OnHost:
 
 
 class CopyStream:
-    """Copies tensors between a device and pinned memory alongside the main stream, at most two at once.
+    """Copies tensors between a device and pinned memory, on a stream with at most two copies in flight.
 
     Raises:
         RuntimeError: A tensor was changed in place during its copy, which autograd cannot detect here.
@@ -59,14 +59,15 @@ class CopyStream:
         self._start(tensor, host, tensor)
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
-        """Start a copy to the device; return it, and the event to pass to `wait` before the copy is used."""
-        # Allocated on the main stream, which may still be using the previous content of this memory.
+        """Start a copy to the device; return the copy, and an event to pass to `wait` before its use."""
+        # Allocate on the main stream, which may still be using the previous content of this memory.
         back = torch.empty_like(host, device=self._device)
         return back, self._start(host, back, back)
 
     def wait(self, done: Any) -> None:
         """Make the main stream wait for a copy, and thus for all earlier copies."""
         torch.cuda.current_stream(self._device).wait_event(done)
+        # Copies on one stream finish in order, so the main stream has waited for all copies up to `done`.
         while any(event is done for _, _, event in self._in_flight):
             tensor, version, _ = self._in_flight.popleft()
             if tensor._version != version:  # noqa: SLF001
@@ -75,6 +76,7 @@ class CopyStream:
                 )
 
     def _start(self, source: Tensor, target: Tensor, on_device: Tensor) -> Any:
+        # The copy may start only after the main stream has written the source and released the target.
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -110,6 +112,7 @@ class HostOffload:
             for observe in HostOffload.observers:
                 observe(host)
         packed = _OnHost(host, tensor.device)
+        # Weak references: autograd owns the handles, and may drop a graph without a backward pass.
         self._waiting = [reference for reference in self._waiting if reference() is not None]
         self._waiting.append(weakref.ref(packed))
         return packed
@@ -121,7 +124,7 @@ class HostOffload:
         (back, done), packed.back = self._fetch(packed), None
         if self._stream is not None:
             self._stream.wait(done)
-        # Prefetch the tensor packed before this one: the backward pass runs in the opposite order.
+        # Prefetch the tensor that was packed before this tensor: the backward pass runs in reverse order.
         while self._waiting and self._waiting.pop()() is not packed:
             pass
         previous = self._waiting[-1]() if self._waiting else None

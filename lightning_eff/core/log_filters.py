@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import cast
 
 REPORTS = logging.getLogger("lightning.pytorch.report")
-"""Logger of run reports, below Lightning's logger; arguments of a record: report text, path of the page."""
+"""Logger of run reports, below Lightning's logger. A record's arguments are the report and its page."""
 IGNORED_MESSAGES = {
-    # torchao 0.18.0: binaries for other GPUs and Python versions, which this package never calls
+    # torchao 0.18.0 fails to load binaries for other GPUs and Python versions, which this package never calls
     "torchao": r"Failed to load .+\.so: ",
     # torch 2.13.0 warns about a call by torchao 0.18.0.
     "torch.utils._pytree": r"<enum '\w+'> is an Enum subclass and is now natively supported",
@@ -60,6 +60,7 @@ def report_on_stdout() -> Generator[None]:
     """Write each run's report to stdout, separately from other messages."""
     printing = logging.StreamHandler(sys.stdout)
     REPORTS.addHandler(printing)
+    # Otherwise Lightning's handler would print the report to stderr too.
     REPORTS.propagate = False
     try:
         yield
@@ -70,7 +71,7 @@ def report_on_stdout() -> Generator[None]:
 
 @contextmanager
 def reports_in_brief() -> Generator[None]:
-    """Log only the first line of each report and the path of its page."""
+    """Shorten each report in the log to its first line and the path of its page."""
 
     def shorten(record: logging.LogRecord) -> bool:
         text, page = cast("tuple[str, str]", record.args)

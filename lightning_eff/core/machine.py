@@ -40,12 +40,13 @@ def machine_info(device: torch.device) -> dict[str, Any]:
 def num_cores(num_processes: int = 1) -> int:
     """Return the number of cores for each of `num_processes` processes on this machine."""
     affinity = getattr(os, "sched_getaffinity", None)
+    # SLURM and containers may give this process only some of the machine's cores.
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, cores // num_processes)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the chip, as the GPU's driver or, for a CPU, PyTorch reports it."""
+    """Return the name of a GPU or CPU; the name of a CPU comes from PyTorch if possible."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -55,7 +56,7 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
-    """Return the facts of this machine that rules may mention, for a device type: descriptions by name."""
+    """Return the machine's facts that rules may mention, for a device type; values are descriptions."""
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
     for name in ("bfloat16", "float16"):
@@ -68,7 +69,7 @@ def machine_facts(device_type: str) -> dict[str, str]:
 
 
 def gpu_facts(capability: int) -> dict[str, str]:
-    """Return the facts of a GPU that rules may mention: descriptions by name; `capability` is times ten.
+    """Return a GPU's facts that rules may mention, from its compute capability times ten.
 
     Example:
         >>> gpu_facts(80), gpu_facts(90)
@@ -80,7 +81,7 @@ def gpu_facts(capability: int) -> dict[str, str]:
 def find_compiler(device_type: str) -> str | None:
     """Return the path of the compiler that torch.compile's inductor calls for a device, or None.
 
-    For a CPU this is a C++ compiler. For a GPU it is a C compiler, with which Triton builds a small launcher.
+    For a CPU, inductor calls a C++ compiler. For a GPU, Triton builds a small launcher with a C compiler.
     """
     variable, *programs = ("CXX", "g++", "clang++") if device_type == "cpu" else ("CC", "gcc", "clang")
     # The environment variable has precedence, as in inductor.

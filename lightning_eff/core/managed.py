@@ -26,20 +26,21 @@ BATCH_HOOKS = [name for name in vars(pl.Callback) if re.match("on_(.*_batch_|bef
 
 
 def skip_hook(callback: pl.Callback, trainer: pl.Trainer, name: str, *, of: type[pl.Callback]) -> None:
-    """Hide a hook from Lightning if the callback inherits it from class `of` unchanged.
+    """Hide a hook from Lightning if the callback inherits the hook unchanged from class `of`.
 
-    Lightning 2.6 enters a profiler's context around every callable hook, which costs 5 to 8 us. So the hook
-    becomes None on the object. The class keeps its hook, because a subclass may call
-    `super().on_train_batch_end(...)`. A callback that another callback calls keeps its hooks.
+    Lightning 2.6 enters a profiler's context around every callable hook, which costs 5 to 8 us. So this
+    function sets the hook to None on the object. The class keeps the hook, because a subclass may call
+    `super().on_train_batch_end(...)`. A callback that is not in the Trainer's list keeps its hooks.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    # Compare by identity: a callback may define `==`.
     is_called = any(each is callback for each in callbacks)
     if is_called and getattr(type(callback), name) is getattr(of, name):
         vars(callback).setdefault(name, None)
 
 
 def skip_empty_hooks(callback: pl.Callback, trainer: pl.Trainer) -> None:
-    """Hide the per-batch hooks that a callback does not define."""
+    """Hide all per-batch hooks that a callback does not override."""
     for name in BATCH_HOOKS:
         skip_hook(callback, trainer, name, of=pl.Callback)
 
@@ -56,8 +57,8 @@ def set_up_monitor(
 class Managed(pl.Callback):
     """Base of a technique that is a callback.
 
-    A subclass that overrides a hook of this class must first call the hook of this class. To undo a change,
-    the subclass calls `self.cleanup.callback(undo)` right after the change; the last change is undone first.
+    A subclass that overrides a hook of this class must first call `super()`. A change is undone by a function
+    that the subclass registers with `self.cleanup.callback(undo)`; the last change is undone first.
 
     Example:
         >>> class Loud(Managed):
@@ -81,6 +82,7 @@ class Managed(pl.Callback):
     @property
     def cleanup(self) -> ExitStack:
         """Undo functions that `teardown` and `on_exception` run."""
+        # Created on first use, so that a subclass need not call `super().__init__()`.
         return vars(self).setdefault("_cleanup", ExitStack())
 
     @override
@@ -104,8 +106,8 @@ class Managed(pl.Callback):
 class Tiling(Managed):
     """Base of a technique that computes modules of a model in tiles, from `Stage.TILE` to the end of a fit.
 
-    A subclass defines `tile` and `outcome`. If a subclass overrides `setup` or `on_train_end`, it calls the
-    method of this class.
+    A subclass defines `tile` and `outcome`. A subclass that overrides `setup` or `on_train_end` must call
+    `super()`.
     """
 
     exact = True
@@ -144,7 +146,7 @@ class Tiling(Managed):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._tiled = {}
-            # Undone in reverse: first `configure_model` is restored, then the tiled modules.
+            # Undo functions run in reverse order: first restore `configure_model`, then the tiled modules.
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
             self.cleanup.callback(self._restore)
             self.cleanup.callback(model_surgery.restore, pl_module)
@@ -155,6 +157,7 @@ class Tiling(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._tiled |= new
+        # A second call of `configure_model` finds no new module, but the earlier tiles count.
         if not self._tiled:
             text = f"{type(self).__name__} had no effect: {self.outcome().did}{self.hint_if_none}"
             warnings.warn(text, NoEffectWarning, stacklevel=2)

@@ -2,8 +2,9 @@
 
 Techniques that change a model call `queue`. Lightning has no hook between `configure_model` and the restore
 of a checkpoint. So the first call of `queue` in a run replaces the module's `configure_model`. The
-replacement runs the original method and then all queued changes, ordered by stage, not by callback. Lightning
-calls the replacement for every stage of a run (fit, validate, test), so a second call must change nothing.
+replacement runs the original method and then all queued changes, in the order of stages, not of callbacks.
+Lightning calls `configure_model` for every stage of a run (fit, validate, test), so a change must do nothing
+when it runs again.
 
 Why not `Strategy.setup` or `convert_module`: they run after the restore. A model with renamed or added keys
 would train, but its checkpoint could not be resumed. Why not `functools.wraps`: Lightning's `is_overridden`
@@ -29,12 +30,12 @@ ModelChange = Callable[[nn.Module], int]
 """A function that changes a model in place and returns the number of modules that it has changed."""
 
 BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
-"""Class names, patterns of module names, classes, or a predicate; None for the repeated blocks."""
+"""Class names, patterns of module names, classes, or a predicate; None selects the repeated blocks."""
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module (torch 2.13) that hold its hooks."""
 RUNNERS = ("deepspeed.", "lightning_eff.", "torch.distributed.")
-"""Packages whose hooks move weights, count or check, but do not read a module's inputs or outputs."""
+"""Packages whose hooks move weights, count or check, but do not use values of inputs or outputs."""
 
 
 class Stage(IntEnum):
@@ -71,10 +72,10 @@ class CastsFrozen(Protocol):
 
 @runtime_checkable
 class AddsAdapters(Protocol):
-    """A callback that adds adapters; a protocol, because the import of the class imports PEFT for seconds."""
+    """A callback that adds adapters. This is a protocol, since importing the class takes seconds (PEFT)."""
 
     def changes(self, *, base: bool = True) -> list[tuple[Stage, ModelChange]]:
-        """Return the callback's changes; with `base=False`, they do not load the weights of the base."""
+        """Return the callback's changes; with `base=False`, the base model's weights are not loaded."""
         ...
 
 
@@ -133,7 +134,8 @@ class _ConfigureModelPatch:
         apply(self.module, self.changes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _ConfigureModelPatch:
-        """Copy the module, for weight averaging, but neither the Trainer nor its callbacks."""
+        """Copy the patch and its module (weight averaging does), but not the Trainer and its callbacks."""
+        # Register the twin before the module is copied, since the module refers to the patch.
         twin = memo[id(self)] = copy.copy(self)
         twin.module = copy.deepcopy(self.module, memo)
         twin.original = copy.deepcopy(self.original, memo)
@@ -164,7 +166,8 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
 
 
 def is_foreign(hook: Any) -> bool:
-    """Return whether a hook may read or change its module's inputs or outputs: it is not from `RUNNERS`."""
+    """Return whether a hook may use its module's inputs or outputs, since it is not from `RUNNERS`."""
+    # A partial has the module `functools`; the function inside shows the origin.
     while isinstance(hook, functools.partial):
         hook = hook.func
     return not str(getattr(hook, "__module__", "")).startswith(RUNNERS)
@@ -208,8 +211,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated layers of a model (its stack of blocks), by name.
 
     A block is a module with parameters, children and a sibling of its class. A block inside another block is
-    not returned. But if the blocks of a stack directly hold their own stacks (the stages of a Swin or a
-    ConvNeXt), the inner blocks are returned. PEFT's modules inside a layer with an adapter are not blocks.
+    not returned. The stages of a Swin or a ConvNeXt directly hold their own stacks; of such a model, the
+    inner blocks are returned. PEFT's modules inside a layer with an adapter are not blocks.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2)
@@ -219,11 +222,11 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     # Walk the modules in the order of the model, outer modules first, without entering a block.
     blocks: dict[str, nn.Module] = {}
-    pending = [("", model, False)]  # name, module, whether it has a sibling of its class; popped from the end
+    pending = [("", model, False)]  # name, module, whether a sibling has the same class; popped from the end
     while pending:
         name, module, has_sibling = pending.pop()
         if module in blocks.values():
-            continue  # a module that is used twice
+            continue  # the model uses this module twice
         # A module that is a stack, or directly holds a stack, is a stage: its blocks are selected instead.
         if has_sibling and not any(
             isinstance(inner, containers) and _siblings(inner) for inner in (module, *module.children())
@@ -252,7 +255,7 @@ def _siblings(module: nn.Module) -> set[str]:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return a module's children by name; for a PEFT layer, only the copies that are trained in full."""
+    """Return a module's children by name; for a PEFT layer, only the copies that PEFT trains in full."""
     children = dict(module.named_children())
     if not hasattr(module, ADAPTER):
         return children
@@ -260,13 +263,13 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def select_blocks(model: nn.Module, blocks: BlockSelector, *, key: str = "blocks") -> dict[str, nn.Module]:
-    """Return, by name, the modules that `blocks` selects; leave out modules inside other selected modules.
+    """Return, by name, the modules that `blocks` selects, without modules inside other selected modules.
 
     Args:
         model: The model, which is never selected itself.
         blocks: Class names or patterns of module names (`model.layers.*`), classes, or a predicate of name
             and module; None selects `repeated_blocks`.
-        key: Name of the setting, for errors.
+        key: Name of the setting that errors show.
 
     Raises:
         ConfigError: An entry of `blocks` matches no module of the model, or the model has no blocks.
@@ -277,6 +280,7 @@ def select_blocks(model: nn.Module, blocks: BlockSelector, *, key: str = "blocks
     """
     if blocks is None:
         return repeated_blocks(model)
+    # The model itself has an empty name, and is never selected.
     named = {name: module for name, module in model.named_modules() if name}
     if callable(blocks):
         selected = {name for name, module in named.items() if blocks(name, module)}

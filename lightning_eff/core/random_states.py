@@ -1,7 +1,7 @@
 """Save and restore the states of all random generators that a training step or its data uses.
 
 NumPy takes 0.1 ms to return the state of its global generator, because it copies element by element. A retry
-of a step needs the state from before the step, so NumPy is asked only if the generator's memory has changed.
+of a step needs the state from before the step. So the state is cached until the generator's memory changes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NumpyState = tuple[bytes, int, int, float]
 
 @lru_cache(maxsize=1)
 def _numpy_state_of(memory: bytes) -> NumpyState:
-    """Return the state of NumPy's global generator; the generator's `memory` is only the cache key."""
-    del memory
+    """Return the state of NumPy's global generator; `memory` (the generator's memory) is the cache key."""
+    del memory  # lru_cache has compared it
     state: Any = cast(Any, np.random).get_state(legacy=False)
     words, gauss = state["state"], (state["has_gauss"], state["gauss"])
     return words["key"].tobytes(), words["pos"], *gauss
@@ -82,6 +82,7 @@ def capture(device: torch.device | None = None, generators: Generators = NO_OTHE
         if isinstance(generator, torch.Generator):
             states[name] = generator.get_state()
         else:
+            # As JSON, because a checkpoint may contain tensors and plain values, but no NumPy arrays.
             states[name] = json.dumps(generator.bit_generator.state, default=lambda array: array.tolist())
     return states
 
@@ -107,17 +108,17 @@ def restore(
 
 
 def differing(states: RandomStates, others: RandomStates) -> RandomStates:
-    """Return the states that `others` lacks, or has with another value."""
+    """Return the states that are missing in `others`, or have another value there."""
     return {
         name: state for name, state in states.items() if name not in others or _differs(state, others[name])
     }
 
 
 def has_global(states: RandomStates) -> bool:
-    """Return whether a state in `states` belongs to a global generator, whose name contains no dot."""
+    """Return whether `states` has a state of a global generator; the names of a user's have a dot."""
     return any("." not in name for name in states)
 
 
 def _differs(state: Any, other: Any) -> bool:
-    # Not `torch.equal`, which needs values: the tensors of a dry run have none.
+    # Why not `torch.equal`: it needs the values of tensors, which do not exist in a dry run.
     return not np.array_equal(state.numpy(), other.numpy()) if isinstance(state, Tensor) else state != other

@@ -1,11 +1,11 @@
-"""Check the rules of a set of techniques, before anything is built and again when more facts are known.
+"""Check the rules of a set of techniques, before model and data are built and again with more facts.
 
 Each technique states facts about itself (core/technique.py) and never checks for other techniques. This
 module compares the facts of all techniques, Lightning's callbacks and plugins, and the run. The rules are
 checked three times: for a Trainer without a model, for a Trainer with its model, and when `fit` starts. A
-fact that is not known yet counts as absent, so rules about this fact apply later. The findings are kept on
-the Trainer, since all techniques need them. `Managed.setup`, strategies and plugins call `enforce`; `plan`
-calls `verdict_on`.
+fact that is not known yet counts as absent, so rules about the fact apply later. The findings are kept on the
+Trainer, since all techniques need the findings. `Managed.setup`, strategies and plugins call `enforce`;
+`plan` calls `verdict_on`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ LIBRARY_RULES = {
 }
 """Rules about classes of other libraries: Lightning's callbacks and plugins, optimizers of torch and others.
 
-A key is a package with a class, including its subclasses, or a name that a technique provides.
+A key names a class with its package, or is a name that a technique provides. The rules about a class apply
+to its subclasses too.
 """
 
 
@@ -178,9 +179,10 @@ class RuleFinding:
 def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleFinding]:
     """Compare every object's rules with the facts of the run and of all other objects.
 
-    The objects may come from other packages. `run` has the known facts of the run and the machine: their
-    descriptions, by name.
+    The objects may come from other packages. `run` maps each known fact of the run and the machine to a
+    description.
     """
+    # `present` maps each name that a rule may mention to the object or description that provides it.
     present, stated, counts = dict(run), list[tuple[str, Facts]](), Counter[str]()
     for component in objects:
         kind = component if isinstance(component, type) else type(component)
@@ -213,7 +215,7 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
 
 
 def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> dict[str, str]:
-    """Return the facts of a run that are known so far: descriptions by name; the module may be unknown."""
+    """Return the known facts of a run, with a description of each fact; the module may be unknown."""
     strategy: Any = trainer.strategy
     device = strategy.root_device.type
     clips = bool(trainer.gradient_clip_val)
@@ -276,7 +278,7 @@ def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return a Trainer's callbacks, from an attribute without a declaration in Lightning 2.6."""
+    """Return a Trainer's callbacks, from an attribute that Lightning 2.6 does not declare."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -284,6 +286,7 @@ def trainer_components(trainer: pl.Trainer) -> list[object]:
     """Return all objects in a Trainer that may have rules, or their classes if they are constructed later."""
     strategy = trainer.strategy
     callbacks = callbacks_of(trainer)
+    # `tuple` stands in for a missing method, since `tuple()` is empty.
     added = [item for callback in callbacks for item in getattr(callback, "components", tuple)()]
     added += [type(optimizer) for optimizer in trainer.optimizers]
     return list(
@@ -295,8 +298,8 @@ def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) ->
     """Apply the rules to a Trainer, and keep the findings on the Trainer until more facts are known.
 
     The model, the callbacks that the model adds, and the optimizers become known later. Several hooks of
-    every technique call this function, so the findings are cached. At the end of a run `Managed` drops them,
-    since settings may change before the next run.
+    every technique call this function, so the findings are cached. At the end of a run `Managed` drops the
+    findings, since settings may change before the next run.
     """
     stating = [callback for callback in callbacks_of(trainer) if isinstance(callback, HasFacts)]
     # The cache key has ids instead of objects, so that no object of an earlier `fit` stays in memory.
@@ -317,8 +320,8 @@ def raise_rejected(findings: Iterable[RuleFinding]) -> None:
     """Raise one error that lists all findings with the verdict `REJECTED`, if there are any.
 
     Raises:
-        EnvironmentLacksError: All these findings are about requirements that the machine lacks.
-        ConflictError: At least one finding has another reason.
+        EnvironmentLacksError: All rejected findings are about requirements that the machine lacks.
+        ConflictError: At least one rejected finding is not about the machine.
     """
     rejected = [finding for finding in findings if finding.rule.verdict == Verdict.REJECTED]
     if rejected:
@@ -345,10 +348,10 @@ def reject_legacy_trainer(
 
 
 def plugin_repr(self: object) -> str:
-    """Return a text for the `__repr__` of a strategy or plugin, which names the supported Trainer.
+    """Return the `__repr__` of a strategy or plugin, which names the supported Trainer.
 
     A Trainer of the package `pytorch_lightning` rejects a strategy or plugin before any code of this package
-    runs. The Trainer's error quotes this text.
+    runs. The error of such a Trainer quotes the `__repr__`.
     """
     return f"<{PACKAGE}.{type(self).__name__}, for a Trainer of lightning.pytorch and not of {LEGACY}>"
 
@@ -356,7 +359,7 @@ def plugin_repr(self: object) -> str:
 def enforce(
     self: object, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str | None = None
 ) -> None:
-    """Check a Trainer's techniques; every technique calls this in `setup` and again in `on_fit_start`.
+    """Check a Trainer's techniques; every technique calls `enforce` in `setup` and in `on_fit_start`.
 
     Raises:
         ConflictError: A rule rejects a combination, or the Trainer comes from `pytorch_lightning`.

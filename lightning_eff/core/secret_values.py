@@ -1,10 +1,10 @@
 """Detect secrets, and keep them out of everything that a run writes.
 
 A config refers to a secret by an environment variable, as in `api_token: ${oc.env:API_TOKEN}`. A composed
-config keeps this interpolation, even inside a longer text, and Hydra resolves it when the class is built. A
+config keeps the interpolation, even inside a longer text, and Hydra resolves it when the class is built. A
 run's files therefore contain no secret, and a run can be composed again from its files. A module's
-hyperparameters contain the value of the secret; loggers and checkpoints drop it. In error texts, which may
-contain any value, the values of environment variables with a secret's name are replaced.
+hyperparameters contain the value of a secret; loggers and checkpoints drop this value. Error texts may
+contain any value, so the values of environment variables with a secret's name are replaced in them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def secret_variables() -> dict[str, str]:
     """Return the environment variables that are named like a secret: name by value, longest value first."""
     long = [(value, name) for name, value in os.environ.items() if len(value) >= MIN_CHARACTERS]
     named = [(value, name) for value, name in long if _SECRET.match(name)]
-    # Longest first: one value may contain another.
+    # The longest value comes first, since one value may contain another.
     return dict(sorted(named, key=lambda pair: len(pair[0]), reverse=True))
 
 
 def is_secret(key: object, value: object, variables: Mapping[str, str] | None = None) -> bool:
     """Return whether a string is a secret, because of its key's name or a secret inside the string.
 
-    Pass `secret_variables()` as `variables` to avoid computing it for every call.
+    Pass `secret_variables()` as `variables` to read the environment only once for several calls.
 
     Example:
         >>> is_secret("api_token", "x"), is_secret("eos_token", "</s>"), is_secret("use_auth_token", True)
@@ -111,7 +111,7 @@ def without_secrets(values: Any) -> Any:
 
 
 def hide_secrets(text: str, shown: str = HIDDEN) -> str:
-    """Replace the values of secret variables in a text by `shown`; `{}` in it becomes the variable's name."""
+    """Replace the values of secret variables in a text by `shown`, in which `{}` is the variable's name."""
     for value, name in secret_variables().items():
         text = text.replace(value, shown.format(name))
     return text

@@ -1,4 +1,4 @@
-"""Read tensors that are sharded over ranks: DTensors of FSDP2, and parameters of ZeRO stage 3.
+"""Read tensors that are sharded over ranks, namely DTensors of FSDP2 and parameters of ZeRO stage 3.
 
 For stage 3, DeepSpeed replaces a parameter's data by an empty tensor, and adds the attributes `ds_id` and
 `ds_shape` to the parameter.
@@ -20,9 +20,9 @@ inside the module."""
 class GatheredAtOnce:
     """Makes stage 3 of ZeRO gather the weights of a module and of its submodules at once, until `undo`.
 
-    DeepSpeed (0.19) reduces the gradients of these weights when the gradient of the module's input is known.
-    If the input required no gradient, the reduction would come before the module's backward pass. So every
-    input is made to require a gradient.
+    DeepSpeed (0.19) reduces the gradients of a module's weights when the gradient of the module's input is
+    known. For an input that requires no gradient, the reduction would come before the module's backward pass.
+    So every floating-point input is made to require a gradient.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,6 +87,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not hasattr(tensor, "ds_id"):
         return tensor
     with unsharded(tensor):
+        # Clone: DeepSpeed frees the gathered data at the end of the context.
         return tensor.detach().clone()
 
 

@@ -1,10 +1,10 @@
 """The interface of a technique: its configuration, its rules about a run, and its outcome.
 
-A technique needs no base class. Its configuration is read from its constructor: every parameter is stored in
-an attribute of the same name. The optional method `facts()` returns the rules of the technique, and
-`outcome()` reports what the technique did. `components()` returns the objects with their own rules (for
-example an optimizer), or their classes, that the technique adds to a run. core/rules.py compares the facts of
-all techniques of a run.
+A technique needs no base class. The configuration of a technique is read from its constructor: every
+parameter is stored in an attribute of the same name. The optional method `facts()` returns the rules of the
+technique, and `outcome()` reports what the technique did. `components()` returns the objects that the
+technique adds to a run and that have their own rules (for example an optimizer), or their classes. The module
+core/rules.py compares the facts of all techniques of a run.
 
 Three class attributes serve `compare`, `tune` and the planner's advice, so that no other module lists
 techniques (`ways_to_try` collects the attributes). `exact = True` promises the same loss as the plain run, up
@@ -49,7 +49,7 @@ SHARDED_CHECKPOINTS = "checkpoints in folders"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one technique did in a run.
+    """A technique's report of what it did in a run.
 
     Args:
         did: One line for the report, with numbers and units.
@@ -72,7 +72,7 @@ class Technique(Protocol):
 
 
 def name_of(technique: object) -> str:
-    """Return the name of a technique or of its class: its module in this package, or another class's name.
+    """Return the name of a technique or its class: the module in this package, or else the class's name.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -98,6 +98,7 @@ def config_of(technique: object) -> dict[str, Any]:
     return {
         name: HIDDEN if is_secret(name, value, variables) else _plain(value)
         for name in inspect.signature(type(technique)).parameters
+        # An attribute that is the technique itself is not an argument.
         if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
     }
 
@@ -148,9 +149,9 @@ class Rule:
     Args:
         name: A technique (`callbacks/torch_compile`), a name that a technique provides (`recompute`), a class
             of Lightning (`lightning/BatchSizeFinder`), a fact of the run (`run/clipping`) or of the machine.
-        reason: Description of what would happen if the rule was ignored.
+        reason: Consequence of ignoring the rule.
         remedies: Up to three changes or commands, each of which is sufficient.
-        verdict: Consequence for the run.
+        verdict: Effect on the run.
     """
 
     name: str
@@ -191,7 +192,7 @@ class Try:
             operation whose results are held at the peak (`peak/convolution`).
         excludes: Facts that make a try useless.
         changes: Change of the training besides rounding; `tune` skips a way that has such a change.
-        is_advised: Whether the planner's advice may choose it to make a recipe fit.
+        is_advised: Whether the planner's advice may choose this way to make a recipe fit.
     """
 
     overrides: tuple[str, ...] = ()

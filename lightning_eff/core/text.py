@@ -54,6 +54,7 @@ def human_bytes(num_bytes: float) -> str:
         ('0 B', '1.5 KiB', '3.0 GiB')
     """
     for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 1)):
+        # Round before the comparison, so that 1023.96 KiB is shown as 1.0 MiB.
         if abs(round(num_bytes, digits)) < 1024:
             return f"{num_bytes:.{digits}f} {unit}"
         num_bytes /= 1024
@@ -106,6 +107,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: i
     wrappers = [textwrap.TextWrapper(size, break_on_hyphens=False) for size in widths]
     lines: list[str] = []
     for row in table:
+        # A row has as many lines as its longest cell; shorter cells are filled with empty lines.
         wrapped = (wrapper.wrap(cell) for wrapper, cell in zip(wrappers, row, strict=True))
         for parts in zip_longest(*wrapped, fillvalue=""):
             cells = (part.ljust(size) for part, size in zip(parts, widths, strict=True))

@@ -2,9 +2,9 @@
 
 `callbacks/optimizer_choice` calls `configure`; through this callback, run.py builds a recipe's `optimizer`
 and `scheduler` groups. Norms and biases get no weight decay. Hidden matrices are marked for optimizers that
-treat them differently. If the module's own optimizer is replaced, its parameter groups are kept, with their
-parameters and their fractions of the learning rate. The module's own schedule cannot be kept, because a
-scheduler is bound to its optimizer and holds per-group lists and other schedulers.
+treat them differently. If the module's own optimizer is replaced, its parameter groups are kept, with each
+group's fraction of the learning rate. The module's own schedule cannot be kept, because a scheduler is bound
+to its optimizer and holds per-group lists and other schedulers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def factory_keywords(factory: Callable[..., Any]) -> dict[str, Any]:
     """Return the keywords of a `functools.partial`, and of partials among its keyword arguments."""
     keywords: dict[str, Any] = dict(getattr(factory, "keywords", {}))
     for inner in [value for value in keywords.values() if isinstance(value, functools.partial)]:
+        # Outer keywords have precedence over keywords of inner partials.
         keywords = factory_keywords(inner) | keywords
     return keywords
 
@@ -51,7 +52,7 @@ def optimizer_classes(factory: Callable[..., Any]) -> list[type]:
 def build(
     module: nn.Module, optimizer: OptimizerFactory, own: Sequence[Mapping[str, Any]] | None = None
 ) -> Optimizer:
-    """Build the optimizer for `module`; `own` are the groups of the module's own optimizer, if it has one."""
+    """Build the optimizer for `module`; `own` has the groups of the module's own optimizer, or is None."""
     keywords, kinds = factory_keywords(optimizer), optimizer_classes(optimizer)
     if kinds:
         signatures = [inspect.signature(kind).parameters for kind in kinds]
@@ -86,10 +87,10 @@ def configure(
 
     Args:
         module: The module whose `configure_optimizers` is replaced.
-        optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: Called with the optimizer; the scheduler is stepped after each optimizer step. If its
-            keyword `total_steps` is None, the Trainer's number of steps is passed. None and "none" keep a
-            constant rate; "none" may also replace the module's own schedule.
+        optimizer: Function of parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
+        scheduler: Function of the optimizer; the schedule is stepped after each optimizer step. A keyword
+            `total_steps` of None is replaced by the Trainer's number of steps. None and "none" keep a
+            constant rate; unlike None, "none" may replace the module's own schedule.
         own_method: The module's own `configure_optimizers`, whose parameter groups are kept.
 
     Raises:
@@ -109,6 +110,7 @@ def configure(
             remedy = "OptimizerChoice(optimizer=..., scheduler=functools.partial(StepLR, step_size=10))"
             remedies = [remedy, 'OptimizerChoice(optimizer=..., scheduler="none"), for a constant rate']
             raise ConfigError(key="scheduler", value=None, allowed=allowed, remedies=remedies)
+        # The replaced optimizer may have hooks on the parameters (optimizer/in_backward.py).
         if hasattr(own, "close"):
             own.close()
         groups = _groups_of(own)
@@ -121,23 +123,24 @@ def configure(
     default = "unknown" if parameter is None else parameter.default
     filled: dict[str, Any] = {}
     if keywords.get("total_steps", default) is None:
+        # Lightning returns -1 or infinity if it cannot estimate the number of steps.
         steps = module.trainer.estimated_stepping_batches
         filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
     return [built], [{"scheduler": scheduler(built, **filled), "interval": "step"}]
 
 
 def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups of the replaced optimizer, with their fractions of the optimizer's learning rate."""
+    """Return the groups of the replaced optimizer, each with its fraction of the learning rate."""
     rates = [float(g.get("max_lr", g.get("initial_lr", g.get("lr", 0.0)))) for g in own.param_groups]
     default = float(own.defaults.get("lr", 0.0))
-    # Fractions are relative to the default rate, unless no group uses it.
+    # Fractions are relative to the default rate or, if no group uses the default, to the largest rate.
     base = default if default in rates else max(rates)
     groups: list[dict[str, Any]] = []
     for group, rate in zip(own.param_groups, rates, strict=True):
         kept = {"params": group["params"]}
         if base and rate != base:
             kept["lr_fraction"] = rate / base
-        if own.defaults.get("weight_decay"):  # if the default is 0.0, a group's 0.0 is no exclusion
+        if own.defaults.get("weight_decay"):  # with a default of 0.0, a group's 0.0 excludes no parameter
             kept["weight_decay"] = group.get("weight_decay")
         groups.append(kept)
     return groups
@@ -173,11 +176,12 @@ def parameter_groups(
         for parameter in candidate["params"]:
             if own is None and not parameter.requires_grad:
                 continue
+            # Matrices get weight decay, unless the module's own optimizer excluded their group.
             is_decayed = not decays or (parameter.dim() >= 2 and candidate.get("weight_decay") != 0.0)
             options: dict[str, Any] = {} if is_decayed else {"weight_decay": 0.0}
             options |= {"hidden": parameter in hidden} if hidden is not None else {}
             options |= {"lr_fraction": candidate["lr_fraction"]} if "lr_fraction" in candidate else {}
-            # Parameters of the same old group and with the same options share a new group.
+            # Parameters that share an old group and the same options also share a new group.
             key = (index, *options.items())
             groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     if not any(parameter.requires_grad for group in groups.values() for parameter in group["params"]):
@@ -214,6 +218,7 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
             allowed = f"a parameter's name; {suggest_name(pattern, names)}"
             raise ConfigError(key="optimizer.rest", value=pattern, allowed=allowed)
     tables = [layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    # The largest embedding is the vocabulary; smaller embeddings may be positions or token types.
     vocabulary = max((table.num_embeddings for table in tables), default=0)
     heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
     excluded = {parameter for layer in [*tables, *heads] for parameter in layer.parameters(recurse=False)}

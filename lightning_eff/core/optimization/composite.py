@@ -1,4 +1,4 @@
-"""Optimizers that wrap other optimizers: a single `Optimizer` for Lightning, schedulers and checkpoints.
+"""Optimizers that wrap other optimizers, and act as a single one for Lightning, schedulers, checkpoints.
 
 optimizer/in_backward.py and optimizer/cpu_offload.py are built on this module. A wrapper shares its parameter
 groups and its state with its inner optimizers. So a scheduler that sets the wrapper's learning rate reaches
@@ -49,15 +49,15 @@ class PerParameter(WrapperOptimizer):
 
     Args:
         params: Parameters, or parameter groups.
-        optimizer: Called once with all groups, to read their options, and once per parameter; None uses
-            `ADAMW`.
-        copy: Function of a parameter that returns the tensor to update in its place; with None, the inner
+        optimizer: Function that builds an inner optimizer; None uses `ADAMW`. It is called once with all
+            groups, to read their options, and once per parameter.
+        copy: Function that returns the tensor to update in place of a parameter; with None, the inner
             optimizer updates the parameter.
         options: Keywords of the inner optimizers that the wrapper sets, for example `lr`.
 
     Raises:
-        ConfigError: `optimizer` sets one of `options` itself, or `optimizer` cannot step a single parameter.
-            The second error may come only in the first step.
+        ConfigError: `optimizer` sets one of `options` itself, or cannot step a single parameter. For some
+            optimizers, the first step raises this error.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PerParameter(WrapperOptimizer):
             # The inner optimizer starts with the options of its group; `step_parameter` updates them later.
             inner: Any = self._factory([group | {"params": [copy]}])
             self._inner[parameter] = inner
-            # Random numbers depend on a parameter's position: use its position in a single optimizer of all.
+            # Random numbers depend on a parameter's position: use the position among all parameters.
             if hasattr(inner, "first_index"):
                 inner.first_index = len(self.copies) - 1
 
@@ -117,6 +117,7 @@ class PerParameter(WrapperOptimizer):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        # Loading has created new dictionaries, which the inner optimizers do not have yet.
         self.share_state()
 
     def share_state(self) -> None:

@@ -1,7 +1,7 @@
 """Check after the first optimizer step that every trainable parameter got a finite gradient.
 
-`monitors/gradient_check` uses this module. In automatic optimization, a step in which no parameter has a
-gradient had no backward pass, because `training_step` returned None; then the next step is checked.
+`monitors/gradient_check` uses this module. In automatic optimization, `training_step` may return None; then
+the step has no backward pass and no parameter has a gradient. After such a step, the next step is checked.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FirstGradients:
                 raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
-        """Check the gradients of the next step of each optimizer; Lightning's wrappers are accepted too."""
+        """Check the gradients in the next step of each optimizer; accept Lightning's wrappers too."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._skips_steps, self._unchecked = getattr(module, "automatic_optimization", False), []
         for wrapped in optimizers:
@@ -89,7 +89,7 @@ class FirstGradients:
         *_: Any,
     ) -> None:
         if not handles:
-            return  # already checked: torch iterates the step hooks, so this hook could not remove itself
+            return  # the check is done; this hook is still registered, as torch was iterating the step hooks
         missing: list[str] = []
         broken: list[str] = []
         groups = full_groups or stepped.param_groups
@@ -104,11 +104,13 @@ class FirstGradients:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             if not torch.isfinite(values).all():
                 broken.append(name)
+        # Clear the sums before a skipped step returns, so that the next step has new sums.
         sums.clear()
         is_skipped = self._skips_steps and all(gradient is None for gradient in gradients)
         self._unchecked = missing if is_skipped else []
         if is_skipped:
             return
+        # The first handle is this hook, which torch is calling now.
         for handle in handles[1:]:
             handle.remove()
         handles.clear()
