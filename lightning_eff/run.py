@@ -322,7 +322,7 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
         return None
     try:
         return instantiate(dict(node), _convert_="all")
-    except OmegaConfBaseException as unset:  # the environment variable of a secret is not set
+    except OmegaConfBaseException as unset:  # an environment variable with a secret is not set
         raise UsageError(f"{path}: {str(unset).splitlines()[0]}") from unset
     except InstantiationException as wrapper:
         error: BaseException = wrapper

@@ -102,13 +102,13 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
         folder = next(inside, None)
         return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
 
-    # These keys do not change what a run computes.
+    # These keys do not change the training of a run.
     own = ("ckpt_path", "run_dir", "output_root", "launch", "logger", "optimized_metric", "task_name", "tags")
     return {key: portable(value) for key, value in values.items() if key not in own}
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
-    """Return a config in which the adapter's base is a file; a folder of runs is replaced by a checkpoint.
+    """Return a config with a file as the adapter's base: replace a folder of runs by one of its checkpoints.
 
     The newest checkpoint in a folder of runs changes with the next run. So a run that resumes from
     `ckpt_path` keeps the base of the previous run. PeftAdapter reports a missing or damaged base later.

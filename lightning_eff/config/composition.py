@@ -4,7 +4,7 @@ Hydra accepts some mistakes silently. With this module, an override may set ever
 class. After composing, each key, class and type is compared with that class (`config/validate.py`), so that
 no key is dropped or added unnoticed. The verbs call `compose_recipe` and `recipe_app`.
 
-Why not `hydra.main`: it composes a config to find the mode, and again to run the job; a check before the run
+Why not `hydra.main`: it composes a config to find the mode, and again to run the job. A check before the run
 would need a third composition. `RecipeApp` uses the same Hydra object as `hydra.main`, and Hydra runs exactly
 the config that was checked.
 """
@@ -94,7 +94,8 @@ def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = 
 class RecipeApp:
     """Hydra for one recipe: `check` composes a config, and `run` and `sweep` run exactly that config.
 
-    A sweep has its own config, for launcher and folders, and one config per job; each is composed once.
+    A sweep has its own config, for launcher and folders, and one config per job. Hydra composes each config
+    only once.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class RecipeApp:
         chain: RecipeChain | None = None,
     ) -> Composed:
         chain = chain or self.chain
-        cfg = copy.deepcopy(cfg)  # Hydra runs the original, which must not change
+        cfg = copy.deepcopy(cfg)  # Hydra runs the original config, which must not change
         with _explained():
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             folders: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)

@@ -93,7 +93,7 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
 
 
 def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) -> UsageError | ConfigError:
-    """Add equivalent overrides to an error, if it is about an override in the table `habits.yaml`."""
+    """Add equivalent overrides to an error about an override that `habits.yaml` contains."""
     text = str(error)
     meant = {str(item.input_line): _meant_by(item, text) for item in overrides}
     habits = {line: words for line, words in meant.items() if words}
@@ -108,7 +108,7 @@ def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) 
 
 
 def _meant_by(item: Override, text: str) -> Sequence[str]:
-    """Return the equivalents of an override, if the error is about the override or its key is unknown."""
+    """Return the equivalents of an override if its key is unknown or the error is about the override."""
     key = str(item.key_or_group)
     is_unknown = key not in TOP_LEVEL and "/" not in key and "." not in key
     # An error's text begins with the key, or with the start of the key's path.

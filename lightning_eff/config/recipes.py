@@ -99,7 +99,7 @@ class RecipePath:
         return [file.stem for folder in (*self.folders, RECIPES) for file in folder.glob("*.yaml")]
 
     def folder_of(self, recipe: str) -> Path:
-        """Return the folder that contains a recipe, which Hydra needs as its main folder."""
+        """Return the folder that contains a recipe, to use as Hydra's main folder."""
         found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
         return next(found, RECIPES)
 
@@ -157,7 +157,7 @@ class RecipeChain:
         return {str(key) for key in loaded.config} | self.names(group, others)
 
     def settings(self) -> set[str]:
-        """Return `GROUP.KEY` of each setting in the user's recipes and experiments; skip shipped recipes."""
+        """Return `GROUP.KEY` of each setting in the user's own recipes and experiments."""
         loaded = (self.files.load_config(name) for name in self.recipes)
         own: list[Any] = [each.config for each in loaded if each and each.path not in SHIPPED]
         groups = [(group, node) for config in own for group, node in config.items_ex(resolve=False)]
@@ -271,7 +271,7 @@ class RecipeLoader(ConfigLoaderImpl):
         return RecipeChain(self._recipe, files, chosen, groups, recipes, listed)
 
     def _defaults(self, files: CachingConfigRepository, chosen: Overrides) -> list[ResultDefault]:
-        """Return each composed file, with the file that lists it; tolerate overrides that have no effect."""
+        """Return each file of the config with the file that lists it; accept overrides without effect."""
         options: Any = {"prepend_hydra": False, "skip_missing": True}
         return _create_defaults_list(files, self._recipe, chosen, **options)[0]
 

@@ -82,8 +82,8 @@ CALLED = "hydra.sweeper.custom_search_space"
 LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
 """Keys with which Python's logging builds classes or writes to a file."""
 _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
-"""An interpolation with a resolver that may return a mapping, and so a `_target_`. The resolvers that are
-excluded here cannot return a mapping."""
+"""An interpolation with a resolver that may return a mapping, and so a `_target_`. The pattern excludes
+resolvers that cannot return a mapping."""
 
 
 def check_config_values(values: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_own_keys(path: str, node: Mapping[str, Any]) -> None:
-    """Reject a key that a class of this package lacks; read the class's YAML, which lists all parameters."""
+    """Reject a key that a class of this package lacks, by the class's YAML, which lists all parameters."""
     # A technique's YAML has the name of its module.
     module, _, class_name = str(node.get("_target_")).rpartition(".")
     file = CONF / path.partition(".")[0] / f"{module.rpartition('.')[2]}.yaml"
@@ -210,7 +210,7 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
     names = list(parameters)[1 if partial else 0 :]
     try:
         hints = typing.get_type_hints(owner.__init__, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # an annotation that cannot be evaluated at run time
+    except (NameError, TypeError, AttributeError):  # an annotation cannot be evaluated at run time
         hints = {}
     for key, value in node.items():
         if key in DIRECTIVES:

@@ -30,7 +30,7 @@ SDP = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION,
 }  # fmt: skip
-"""torch's enum member of each backend, in the order of priority that torch has before a device is used."""
+"""torch's enum member of each backend, in torch's default order of priority, which a device may change."""
 BACKENDS = tuple(SDP)
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
@@ -55,7 +55,7 @@ class AttentionCall:
         mask_requires_grad: Whether `attn_mask` requires a gradient.
         dropout: Dropout probability (`dropout_p`).
         requires_grad: Whether gradients will be computed.
-        enable_gqa: The call's argument `enable_gqa`.
+        enable_gqa: The argument `enable_gqa` of the call.
         is_strided: Whether the last axis of query, key or value has a stride other than 1.
     """
 
@@ -76,7 +76,7 @@ class AttentionCall:
         cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> AttentionCall:  # fmt: skip
-        """Describe a call with these arguments of `F.scaled_dot_product_attention`.
+        """Describe a call by the arguments of `F.scaled_dot_product_attention`.
 
         Example:
             >>> x = torch.ones(2, 4, 16, 8)
@@ -107,7 +107,7 @@ class Choice:
 
     backend: str
     rejected: dict[str, str]
-    """Reasons by backend, joined by `; `. A reason is a key of `RULES`, `not 4-D` or `switched off`."""
+    """For each backend, reasons joined by `; `. A reason is a key of `RULES`, `not 4-D` or `switched off`."""
 
 
 def _is_mask_shape_rejected(call: AttentionCall, _: int) -> bool:
@@ -170,8 +170,8 @@ RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
     "backward of large heads": _is_backward_rejected,
     "GPU older than Ampere": lambda _, capability: capability < 80,
 }
-"""By reason: a function of call and compute capability, which returns whether the reason for rejecting the
-call applies. The axes of shapes are `[B, H, T, E]`."""
+"""For each reason to reject a call: a function of the call and the compute capability that returns whether
+the reason applies. The axes of shapes are `[B, H, T, E]`."""
 
 
 def switched_on() -> list[str]:
@@ -205,9 +205,9 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
     Args:
         call: The call.
         capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
-        enabled: Enabled backends, as `switched_on` returns them. If their order differs from `BACKENDS`, it
-            was set by `sdpa_kernel(..., set_priority=True)`. If math is disabled and this function returns
-            math, torch raises an error.
+        enabled: Enabled backends, as `switched_on` returns them. An order that differs from `BACKENDS` comes
+            from `sdpa_kernel(..., set_priority=True)`. If math is disabled and this function returns math,
+            torch raises an error.
 
     Example:
         >>> shape = (2, 4, 512, 64)

@@ -20,7 +20,7 @@ def batches_per_step(
     Args:
         global_batch_size: Samples per step, on all ranks.
         batch_size: Samples per batch, on each rank.
-        num_ranks: Number of ranks; each has its own batches.
+        num_ranks: Number of ranks; each rank has its own batches.
         key: Setting that the error names; the error has remedies only for `global_batch_size`.
 
     Raises:
@@ -37,7 +37,7 @@ def batches_per_step(
     count, remainder = divmod(global_batch_size, unit)
     if not remainder:
         return count
-    # The nearest multiples below and above; zero is not a batch size.
+    # Propose the nearest multiples below and above; zero is not a batch size.
     multiples = [multiple * unit for multiple in (count, count + 1) if multiple]
     ranks = f" x {num_ranks} ranks" if num_ranks > 1 else ""
     allowed = f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(map(str, multiples))}"

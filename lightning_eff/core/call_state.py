@@ -1,7 +1,7 @@
 """Record the state that a module's call depends on, besides its input tensors, to recompute the call.
 
-Gradient checkpointing and `callbacks/tiled_mlp` recompute calls from this record; the mean check of
-microbatching runs a call twice. The record contains:
+Gradient checkpointing and `callbacks/tiled_mlp` use the record to recompute calls; the mean check of
+microbatching uses it to repeat a call. The record contains:
 
 - attributes of the module and of all modules inside it (flags, conditions, active adapters, swapped
   parameters, forward hooks),
@@ -145,7 +145,7 @@ class CallState:
 
     @contextmanager
     def again(self, name: str) -> Generator[None]:
-        """Reinstate the recorded state inside this context; `name` is the module's name for errors.
+        """Reinstate the recorded state inside this context; errors show `name` as the module's name.
 
         Raises:
             RecomputationError: A tensor that has no copy was written to in place.
@@ -209,7 +209,7 @@ def stops_early(module: nn.Module) -> bool:
 
     A recomputation with RReLU must continue, because RReLU fills its tensor of slopes after it was saved.
     """
-    # The names that a forward uses are in its code object, for `F.rrelu` and `torch.rrelu_` alike.
+    # A forward's code object has the names that the forward calls, such as `F.rrelu` or `torch.rrelu_`.
     codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]
     return not any("rrelu" in name for code in codes if code is not None for name in code.co_names)
 

@@ -29,11 +29,11 @@ CONF, RECIPES, CONSTRAINTS = (
     PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
     for name in ("conf", "recipes", "constraints.txt")
 )
-"""Paths of two folders and a file: inside the installed package, or next to the package in a checkout."""
+"""Paths inside the installed package or, in a checkout, next to the package."""
 
 
 def read_ledger(run: Path) -> dict[str, Any]:
-    """Return the efficiency report in a run's folder, also of a failed run; empty if there is no report."""
+    """Return the efficiency report in the folder of a run or failed run; empty if there is no report."""
     file = run / LEDGER_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -45,8 +45,8 @@ RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
 def began(run: Path) -> tuple[str, int]:
     """Return a run's start time and its number in a sweep, to sort runs; both are read from folder names.
 
-    The folder's modification time is used only if the user has named the folder, because this time changes
-    when the folder is copied or the clock is set.
+    For a folder with a name from the user, the time is the folder's modification time. This time is a
+    fallback, because copying the folder changes it.
 
     Example:
         >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"))

@@ -123,7 +123,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
     """Check the number of saved optimizer states and, if the checkpoint has `names`, their classes.
 
     Lightning 2.6 ignores extra optimizer states, and torch loads a state that another optimizer class saved.
-    torch itself rejects only a state with other parameter groups or another number of parameters.
+    By itself, torch rejects only a state with other parameter groups or another number of parameters.
 
     Raises:
         ConfigError: The number of states or an optimizer's class differs.
@@ -162,7 +162,7 @@ def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
         current["started"] = current["ready"]
         if epoch["processed"] == epoch["started"]:
             current["completed"] = current["ready"]
-    # Batches of earlier epochs (`ready` of total minus current) count as complete; add the current counts.
+    # All batches of earlier epochs (`ready` of total minus current) count; add the counts of this epoch.
     total |= {key: total["ready"] - current["ready"] + current[key] for key in keys}
 
 

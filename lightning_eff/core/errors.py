@@ -32,7 +32,7 @@ EXIT_SIGUSR1 = 138
 """Exit code after SIGUSR1, which SLURM can send some time before it ends a job."""
 EXIT_TERMINATED = 143
 LEGACY = "pytorch_lightning"
-"""Lightning's legacy package, whose classes have the names of classes in `lightning.pytorch`."""
+"""Lightning's legacy package. Its classes and the classes of `lightning.pytorch` have the same names."""
 OUT_OF_MEMORY = (
     "out of memory",  # CUDA, HIP, XPU and MPS, and CUDA's own calls
     "can't allocate memory",  # torch's allocator on the CPU
@@ -174,11 +174,11 @@ class EnvironmentLacksError(Exception):
 
 
 PRE_RUN_ERRORS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
-"""Errors that are raised before a run starts; at that time, no file or model has been changed."""
+"""Errors that are raised before a run starts, when no file and no model has been changed yet."""
 
 
 class RankError(Exception):
-    """A rank failed and ended all other ranks; the text names the rank and the cause in one line."""
+    """A rank failed and ended all other ranks; the text names this rank and the cause in one line."""
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(text)
@@ -193,7 +193,7 @@ class SweepRunError(RankError):
 
 
 class RunOutOfMemoryError(Exception):
-    """A run ran out of memory; the text names the phase, the largest tensors and an override that fits.
+    """A run ran out of memory; the text names the phase, the largest tensors and a remedy.
 
     Args:
         text: Lines of the message.
@@ -301,7 +301,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen: set[int] = set()  # causes can form a cycle
     while error is not None and id(error) not in seen:
         names = {kind.__name__ for kind in type(error).__mro__}
-        # Other classes may quote such a text without being out of memory.
+        # Errors of other classes may quote such a text, although memory was sufficient.
         text = str(error).lower() if isinstance(error, RuntimeError) else ""
         if names & {"MemoryError", "OutOfMemoryError"} or any(part in text for part in OUT_OF_MEMORY):
             return True

@@ -1,8 +1,8 @@
 """Offload the inputs of recomputed blocks to pinned host memory, on a separate CUDA stream.
 
 `callbacks/gradient_checkpointing` uses this module with `policy=offload`. The copy to the host can overlap
-the forward pass of the next block. The copy back to the device can overlap the recomputation of the block
-that the backward pass handles before. These rules keep the copies correct on two streams:
+the forward pass of the next block. The copy back to the device can overlap the recomputation of the preceding
+block in the backward pass. These rules keep the copies correct on two streams:
 
 - Each stream waits for the other stream's work through events. The memory of a copy is kept until the main
   stream has waited for the copy. `record_stream` is not used, because it frees memory at an unknown time. At
@@ -92,7 +92,7 @@ class HostOffload:
     """Moves autograd's saved tensors to the host, and back to the device in reverse order."""
 
     observers: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Functions to call with every copy on the host, which forecasts do not count as device memory."""
+    """Functions to call with every tensor on the host, so that forecasts do not count it as device memory."""
 
     moved_bytes: int = field(default=0, init=False)
     _waiting: list[weakref.ref[_OnHost]] = field(default_factory=list, init=False)
@@ -133,7 +133,7 @@ class HostOffload:
         return back
 
     def _fetch(self, packed: _OnHost) -> tuple[Tensor, Any]:
-        """Start copying a tensor to the device, if the copy has not started; do not wait for the copy."""
+        """Start copying a tensor to the device, unless the copy was started before; do not wait for it."""
         if packed.back is None and self._stream is not None:
             packed.back = self._stream.to_device(packed.host)
         elif packed.back is None:

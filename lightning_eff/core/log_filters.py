@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import cast
 
 REPORTS = logging.getLogger("lightning.pytorch.report")
-"""Logger of run reports, below Lightning's logger. A record's arguments are the report and its page."""
+"""Logger of run reports, below Lightning's logger. A record has the report's text and the page's path."""
 IGNORED_MESSAGES = {
     # torchao 0.18.0 fails to load binaries for other GPUs and Python versions, which this package never calls
     "torchao": r"Failed to load .+\.so: ",

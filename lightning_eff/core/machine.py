@@ -56,7 +56,7 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
-    """Return the machine's facts that rules may mention, for a device type; values are descriptions."""
+    """Return the machine's facts that rules may mention; a dictionary maps each fact to its description."""
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
     for name in ("bfloat16", "float16"):

@@ -157,7 +157,7 @@ class Tiling(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._tiled |= new
-        # A second call of `configure_model` finds no new module, but the earlier tiles count.
+        # When `configure_model` runs again, no module is new, but the modules of the first run count.
         if not self._tiled:
             text = f"{type(self).__name__} had no effect: {self.outcome().did}{self.hint_if_none}"
             warnings.warn(text, NoEffectWarning, stacklevel=2)

@@ -35,7 +35,7 @@ BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Modu
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module (torch 2.13) that hold its hooks."""
 RUNNERS = ("deepspeed.", "lightning_eff.", "torch.distributed.")
-"""Packages whose hooks move weights, count or check, but do not use values of inputs or outputs."""
+"""Packages whose hooks do not use the values of a module's inputs and outputs."""
 
 
 class Stage(IntEnum):
@@ -72,7 +72,7 @@ class CastsFrozen(Protocol):
 
 @runtime_checkable
 class AddsAdapters(Protocol):
-    """A callback that adds adapters. This is a protocol, since importing the class takes seconds (PEFT)."""
+    """A callback that adds adapters; a protocol avoids importing its class and PEFT, which takes seconds."""
 
     def changes(self, *, base: bool = True) -> list[tuple[Stage, ModelChange]]:
         """Return the callback's changes; with `base=False`, the base model's weights are not loaded."""
@@ -83,7 +83,7 @@ def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Return the modules in `names` whose own parameters will not be trained.
 
     A callback that will freeze most of the model has a method `trainable_modules(model, names)`, which
-    returns the modules to train. Without such a callback or without a Trainer, `requires_grad` decides.
+    returns the modules to train. If no callback has this method, `requires_grad` decides.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
@@ -166,7 +166,7 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
 
 
 def is_foreign(hook: Any) -> bool:
-    """Return whether a hook may use its module's inputs or outputs, since it is not from `RUNNERS`."""
+    """Return whether a hook may use its module's inputs or outputs: hooks from `RUNNERS` do not."""
     # A partial has the module `functools`; the function inside shows the origin.
     while isinstance(hook, functools.partial):
         hook = hook.func
@@ -211,8 +211,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated layers of a model (its stack of blocks), by name.
 
     A block is a module with parameters, children and a sibling of its class. A block inside another block is
-    not returned. The stages of a Swin or a ConvNeXt directly hold their own stacks; of such a model, the
-    inner blocks are returned. PEFT's modules inside a layer with an adapter are not blocks.
+    not returned. But in a Swin or a ConvNeXt, whose stages directly hold stacks, the blocks inside the stages
+    are returned. PEFT's modules inside a layer with an adapter are not blocks.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2)
@@ -227,7 +227,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         name, module, has_sibling = pending.pop()
         if module in blocks.values():
             continue  # the model uses this module twice
-        # A module that is a stack, or directly holds a stack, is a stage: its blocks are selected instead.
+        # A module that is a stack, or directly holds a stack, is a stage: select the blocks inside the stage.
         if has_sibling and not any(
             isinstance(inner, containers) and _siblings(inner) for inner in (module, *module.children())
         ):

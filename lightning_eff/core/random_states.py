@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 RandomStates = dict[str, Any]
-"""States of `torch`, `device`, `python`, `numpy` and other generators by name, in types for a checkpoint."""
+"""State of each generator (`torch`, `device`, `python`, `numpy`, other names), in types for a checkpoint."""
 KINDS = (torch.Generator, np.random.Generator)
 """Classes of generators that an object may keep as an attribute."""
 Generators = Mapping[str, torch.Generator | np.random.Generator]
@@ -28,13 +28,13 @@ NO_OTHERS: Generators = MappingProxyType({})
 MT19937_BYTES = 625 * 4
 """Size of NumPy's `mt19937_state`: 624 words of 4 bytes, and the position in them."""
 NumpyState = tuple[bytes, int, int, float]
-"""The words, the position, whether a normal deviate is cached for the next call, and the cached value."""
+"""The generator's words and position, whether a normal deviate is cached, and the cached value."""
 
 
 @lru_cache(maxsize=1)
 def _numpy_state_of(memory: bytes) -> NumpyState:
     """Return the state of NumPy's global generator; `memory` (the generator's memory) is the cache key."""
-    del memory  # lru_cache has compared it
+    del memory  # only lru_cache uses the argument
     state: Any = cast(Any, np.random).get_state(legacy=False)
     words, gauss = state["state"], (state["has_gauss"], state["gauss"])
     return words["key"].tobytes(), words["pos"], *gauss
@@ -115,7 +115,7 @@ def differing(states: RandomStates, others: RandomStates) -> RandomStates:
 
 
 def has_global(states: RandomStates) -> bool:
-    """Return whether `states` has a state of a global generator; the names of a user's have a dot."""
+    """Return whether `states` has a state of a global generator, that is, a name without a dot."""
     return any("." not in name for name in states)
 
 

@@ -162,7 +162,7 @@ to its subclasses too.
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """A violated rule, and the technique that states the rule; `found` is what the rule excludes, if any."""
+    """A violated rule, and the technique that states the rule; `found` is the excluded object or fact."""
 
     technique: str
     rule: Rule
@@ -283,7 +283,7 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def trainer_components(trainer: pl.Trainer) -> list[object]:
-    """Return all objects in a Trainer that may have rules, or their classes if they are constructed later."""
+    """Return all objects in a Trainer that may have rules; of an object that is built later, the class."""
     strategy = trainer.strategy
     callbacks = callbacks_of(trainer)
     # `tuple` stands in for a missing method, since `tuple()` is empty.
@@ -317,7 +317,7 @@ def forget_verdict(trainer: pl.Trainer) -> None:
 
 
 def raise_rejected(findings: Iterable[RuleFinding]) -> None:
-    """Raise one error that lists all findings with the verdict `REJECTED`, if there are any.
+    """Raise one error that lists all findings with the verdict `REJECTED`; without such findings, return.
 
     Raises:
         EnvironmentLacksError: All rejected findings are about requirements that the machine lacks.
@@ -373,8 +373,8 @@ def enforce(
     findings = verdict_on(trainer, pl_module)
     raise_rejected(findings)
     if not trainer.optimizers:
-        return  # in `setup`: the later call in `on_fit_start` also knows the optimizers, and warns once
-    # A callback also warns for the objects that it adds, for example an optimizer, which has no hooks.
+        return  # `setup` calls this before optimizers exist; the later call in `on_fit_start` warns
+    # A callback also warns about the objects that it adds, because an optimizer, for example, has no hooks.
     components = getattr(self, "components", tuple)()
     own_names = {name_of(component) for component in (self, *components)}
     for finding in findings:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 LEAF = "_z3_leaf"
-"""DeepSpeed's mark for a module whose weights stage 3 gathers at once, so that ranks may run different code
-inside the module."""
+"""DeepSpeed's mark for a module whose weights stage 3 gathers at once. Ranks may run different code inside
+such a module."""
 
 
 class GatheredAtOnce:
@@ -31,7 +31,7 @@ class GatheredAtOnce:
         self._hook = module.register_forward_pre_hook(_with_gradient)
 
     def undo(self) -> None:
-        """Remove the mark; a second call does nothing."""
+        """Remove DeepSpeed's mark and the hook; a second call does nothing."""
         if vars(self._module).pop(LEAF, None) and self._before is not None:
             setattr(self._module, LEAF, self._before)
         self._hook.remove()
@@ -79,8 +79,8 @@ def local_rows(tensor: DTensor) -> tuple[int, int] | None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor; a tensor that is not sharded is returned unchanged.
 
-    For a sharded tensor this is a collective (all-gather): every rank of its mesh or process group must call
-    it.
+    For a sharded tensor this function is a collective (all-gather): every rank of the tensor's mesh or
+    process group must call it.
     """
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
@@ -94,8 +94,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def unsharded(parameter: Tensor, modifier_rank: int | None = None) -> Any:
     """Return a context in which a stage-3 parameter is gathered on every rank; all ranks must enter it.
 
-    Changes that `modifier_rank` makes are broadcast to all ranks on exit. With None, the parameter may only
-    be read.
+    Changes that the rank `modifier_rank` makes are broadcast to all ranks on exit. With None, the parameter
+    must not be changed.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 

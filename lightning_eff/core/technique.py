@@ -2,8 +2,8 @@
 
 A technique needs no base class. The configuration of a technique is read from its constructor: every
 parameter is stored in an attribute of the same name. The optional method `facts()` returns the rules of the
-technique, and `outcome()` reports what the technique did. `components()` returns the objects that the
-technique adds to a run and that have their own rules (for example an optimizer), or their classes. The module
+technique, and `outcome()` reports what the technique did. A technique that adds an object with its own rules
+to a run (for example an optimizer) returns the object or its class from `components()`. The module
 core/rules.py compares the facts of all techniques of a run.
 
 Three class attributes serve `compare`, `tune` and the planner's advice, so that no other module lists
@@ -36,7 +36,7 @@ TRANSFORM = "transform"
 RECOMPUTE = "recompute"
 """Provided by techniques that recompute a part of the forward pass in the backward pass."""
 MEMORY_BUDGET = "a compiler that keeps a memory budget"
-"""Provided by techniques that let the compiler choose the activations to keep."""
+"""Provided by techniques with which the compiler chooses the activations to keep."""
 SCHEDULE = "a learning-rate schedule"
 """Provided by techniques that change the learning rate during a run."""
 NEW_PARAMETERS = "new_parameters"
@@ -49,7 +49,7 @@ SHARDED_CHECKPOINTS = "checkpoints in folders"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A technique's report of what it did in a run.
+    """The report of a technique about its effect on a run.
 
     Args:
         did: One line for the report, with numbers and units.
@@ -188,10 +188,10 @@ class Try:
         overrides: Settings in addition to the option. `{part}` stands for a fraction of a device's samples
             per optimizer step, `{global_batch}` for the samples of all devices.
         option: Option to choose, for example `precision/bf16_mixed`; empty for the technique's own option.
-        needs: Facts required for a useful try: a fact of the run (`run/cuda`), an option that is on, or an
-            operation whose results are held at the peak (`peak/convolution`).
+        needs: Facts required for a useful try. A fact is about the run (`run/cuda`), an option that is on, or
+            an operation whose results are held at the peak (`peak/convolution`).
         excludes: Facts that make a try useless.
-        changes: Change of the training besides rounding; `tune` skips a way that has such a change.
+        changes: Effect on the training besides rounding; `tune` skips a way that has such an effect.
         is_advised: Whether the planner's advice may choose this way to make a recipe fit.
     """
 

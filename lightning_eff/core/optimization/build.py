@@ -117,7 +117,7 @@ def configure(
     built = build(module, optimizer, groups)
     if scheduler is None or scheduler == "none":
         return [built], []
-    # A scheduler with a parameter `total_steps` that is None gets the Trainer's number of steps.
+    # If the scheduler's parameter `total_steps` is None, pass the Trainer's number of steps.
     keywords = getattr(scheduler, "keywords", {})
     parameter = inspect.signature(getattr(scheduler, "func", scheduler)).parameters.get("total_steps")
     default = "unknown" if parameter is None else parameter.default
@@ -153,7 +153,7 @@ def parameter_groups(
     hidden: set[Tensor] | None = None,
     own: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Split the trainable parameters into matrices and other parameters, which get no weight decay.
+    """Split the trainable parameters into groups with weight decay (matrices) and without weight decay.
 
     Args:
         module: Module whose trainable parameters are split; a shared parameter is counted once.

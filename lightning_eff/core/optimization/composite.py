@@ -49,15 +49,15 @@ class PerParameter(WrapperOptimizer):
 
     Args:
         params: Parameters, or parameter groups.
-        optimizer: Function that builds an inner optimizer; None uses `ADAMW`. It is called once with all
-            groups, to read their options, and once per parameter.
+        optimizer: Function that builds an inner optimizer; None uses `ADAMW`. The function is called once
+            with all groups, to read their options, and once per parameter.
         copy: Function that returns the tensor to update in place of a parameter; with None, the inner
             optimizer updates the parameter.
         options: Keywords of the inner optimizers that the wrapper sets, for example `lr`.
 
     Raises:
-        ConfigError: `optimizer` sets one of `options` itself, or cannot step a single parameter. For some
-            optimizers, the first step raises this error.
+        ConfigError: `optimizer` sets one of `options` itself, or cannot step a single parameter. The first
+            step may also raise this error.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class FirstGradients:
         *_: Any,
     ) -> None:
         if not handles:
-            return  # the check is done; this hook is still registered, as torch was iterating the step hooks
+            return  # The check is done. A hook cannot remove itself while torch iterates the step hooks.
         missing: list[str] = []
         broken: list[str] = []
         groups = full_groups or stepped.param_groups
