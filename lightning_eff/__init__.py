@@ -64,6 +64,7 @@ def public_names() -> dict[str, str]:
     found = dict(PUBLIC)
     for folder in TECHNIQUE_FOLDERS:
         for file in sorted((Path(__file__).parent / folder).glob("[a-z]*.py")):
+            # A file may define helper classes too, so compare each class with the file's name.
             names = re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
             promised = [
                 name for name in names if name.lower() in (file.stem.replace("_", ""), f"{file.stem}{folder}")
@@ -77,6 +78,7 @@ def __getattr__(name: str) -> Any:
         return list(public_names())
     module_name = public_names().get(name)
     if module_name is None:
+        # Imported only for an error, to keep `import lightning_eff` fast.
         import difflib
 
         close = difflib.get_close_matches(name, public_names(), n=1)

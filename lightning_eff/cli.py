@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code != EXIT_OK:
             frames = "".join(traceback.format_exception(error)) if "--debug" in words else ""
             lines = "".join(f"{line}\n" for line in _error_lines(error, words)[:MAX_ERROR_LINES])
+            # The text of an error may contain a secret, and control characters of a file's content.
             sys.stderr.write(printable(hide_secrets(f"{frames}{lines}")))
         return code
 
@@ -59,10 +60,12 @@ def run() -> NoReturn:
     exit code reports a failure. To avoid this abort, a rank exits right after the libraries' exit handlers.
     """
     code = main()
+    # Not imported: verbs that do not train must not import torch.
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         sys.exit(code)
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] # noqa: SLF001 - loggers of services finish here
+    # `os._exit` does not flush Python's streams.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

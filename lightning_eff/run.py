@@ -217,6 +217,7 @@ def model_without_memory(
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: pl.LightningModule = make("model", untrained(values["model"]))
+        # No Trainer calls this hook here; models that build their layers in it would stay empty.
         model.configure_model()
         for callback in rules.callbacks_of(adapted_by) if adapted_by is not None else ():
             if isinstance(callback, model_surgery.AddsAdapters):
@@ -237,6 +238,7 @@ def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
     trainer = build_trainer(dict(values) | only)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model: pl.LightningModule = make("model", values["model"])
+    # As in `fit`: the context sets the dtype of layers that `configure_model` builds.
     with trainer.precision_plugin.module_init_context():
         model.configure_model()
     adding = [each for each in rules.callbacks_of(trainer) if isinstance(each, model_surgery.AddsAdapters)]

@@ -153,6 +153,7 @@ def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
         ConfigError: The checkpoint is damaged, or was not written by a Trainer.
     """
     try:
+        # Digests are verified before any content is used.
         if path.is_dir():
             saved: Any = sharded.verified_index(path).checkpoint
         else:
@@ -207,6 +208,7 @@ def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
         ConfigError: There is no such checkpoint, or `best` is requested but the run monitored no metric.
     """
     if which not in (None, "auto", "last", "best"):
+        # An existing path has precedence over a file name in the run.
         in_run = folder / "checkpoints" / which
         is_name = "/" not in which and not Path(which).exists() and in_run.exists()
         found = find_checkpoint({"ckpt_path": str(in_run) if is_name else which}, folder)

@@ -47,6 +47,7 @@ def missing_file(
             text = f"{wanted}: hydra's {about} is missing\n  try: pip install 'lightning-eff[{extra}]'"
             return EnvironmentLacksError(text)
     group, _, option = wanted.rpartition("/")
+    # Match the whole name, so that `lm` does not match `lm_large`.
     named = re.compile(rf"(?<![\w.]){re.escape(option)}(?![\w.])")
     listing = (each for each in documents.values() if named.search(_defaults(each)))
     where = next((f"{each.file}: " for each in listing), "")

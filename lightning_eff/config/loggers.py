@@ -35,6 +35,7 @@ def ended(trainer: pl.Trainer) -> Generator[None]:
     """
     from lightning.pytorch.loggers import CometLogger, WandbLogger
 
+    # The services show a run as failed if its exit code is not 0.
     exit_code = 1
     try:
         yield

@@ -225,6 +225,7 @@ class RecipeLoader(ConfigLoaderImpl):
         folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
         for key, (default, replacement) in HYDRA_FOLDERS.items():
             if folders[key.split(".")[1]]["dir"] == default:
+                # Without a task name, the interpolation `${task_name}` has no value.
                 named = OmegaConf.select(cfg, "task_name") is not None
                 OmegaConf.update(cfg, key, replacement.replace(RECIPE, TASK) if named else replacement)
         self._composed[tuple(overrides)] = cfg

@@ -140,6 +140,7 @@ def _drop_unread_settings(cfg: DictConfig, overrides: Sequence[Override]) -> Non
             allowed = "nothing with optimizer=module: the module sets its own, for example by model.lr"
             remedies = ["scheduler=none", "optimizer=adamw"]
             raise ConfigError(key, item.value(), allowed=allowed, remedies=remedies)
+    # A composed config is in struct mode, which forbids deleting keys outside of `open_dict`.
     with open_dict(node):
         for key in foreign:
             del node[key]

@@ -51,6 +51,7 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
             raise UsageError(text)
         else:
             interval: Any = item.value()
+            # An interval has too many values; its start shows errors of key and type.
             choices[key] = [f"{key}={interval.start}"]
     if is_grid:
         return [list(combination) for combination in itertools.product(*choices.values())]

@@ -119,6 +119,7 @@ def check_config_values(values: dict[str, Any]) -> None:
 
 def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the path and the settings of each class that a group instantiates."""
+    # A strategy may also be one of Lightning's names, such as `ddp`.
     if value is None or (group == "strategy" and isinstance(value, str)):
         return
     if not isinstance(value, dict):
@@ -237,11 +238,13 @@ def _check_nested(path: str, value: Any) -> bool:
     children = [(f"{path}.{key}", item) for key, item in value.items()] if isinstance(value, dict) else []
     if isinstance(value, list):
         children = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    # A list, not a generator: `any` would stop at the first `_target_`, and all must be checked.
     inside = [_check_nested(*child) for child in children if isinstance(child[1], (dict, list))]
     return any(inside)
 
 
 def _nested_bases() -> tuple[type, ...]:
+    # Imported here, because these imports take seconds and many errors are found earlier.
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
     from torch.nn import Module
@@ -276,6 +279,7 @@ def walk_leaves(node: Any) -> list[tuple[str, str, Any]]:
         path, name, value = nodes.pop()
         if isinstance(value, Mapping):
             inside = [(f"{path}.{key}".lstrip("."), str(key), item) for key, item in value.items()]
+            # Reversed, because `pop` takes the last node first.
             nodes += reversed(inside)
         elif isinstance(value, list):
             nodes += reversed([(f"{path}[{index}]", name, item) for index, item in enumerate(value)])
@@ -324,6 +328,7 @@ def resolve_class(path: str, target: object) -> type:
 def check_inside(key: str, value: str, root: Path) -> None:
     """Reject a path that is not below `root` after following symbolic links."""
     check_path(key, value)
+    # A symbolic link inside `root` may lead to a folder outside of `root`.
     resolved = Path(value).resolve()
     if not resolved.is_relative_to(root):
         allowed = f"a folder under output_root={str(root)!r}"
@@ -361,6 +366,7 @@ def check_run_dir(cfg: DictConfig) -> None:
         allowed = "a folder; a recipe that builds on baseline has one"
         raise ConfigError(key="output_root", value=root, allowed=allowed, remedies=["output_root=outputs"])
     check_path("output_root", str(root))
+    # A recipe could otherwise start a sweep that the command line has not requested.
     if cfg.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError(key="hydra.mode", value="MULTIRUN", allowed="RUN; the option -m runs a sweep")
     folders = {"hydra.run.dir": cfg.hydra.run.dir, "hydra.sweep.dir": cfg.hydra.sweep.dir}

@@ -155,6 +155,7 @@ def yaml_parameters(file: Path) -> list[tuple[str, str, str]]:
     """Return key, default and comment of every parameter in a YAML file."""
     found: list[tuple[str, str, str]] = []
     for line in file.read_text(encoding="utf-8").splitlines():
+        # Keys that start with an underscore, such as `_target_`, are Hydra's and do not match.
         match = re.match(r"([a-z]\w*):\s*(.*?)\s*(?:\s#\s*(.*))?$", line)
         if match and match[1] not in ("defaults", "hydra"):
             found.append((match[1], match[2], match[3] or ""))
@@ -166,6 +167,7 @@ def parameter_keys() -> list[str]:
     keys: list[str] = []
     for entry in options():
         group, _, name = entry.name.partition("/")
+        # A group with one option has no key for the option: `optimizer.lr`, but `callbacks.micro_batch.keep`.
         path = f"{group}.{name}" if group in MULTI_CHOICE_GROUPS else group
         keys += [f"{path}.{key}" for key, _, _ in yaml_parameters(CONF / group / f"{name}.yaml")]
     return sorted(set(keys))
@@ -173,6 +175,7 @@ def parameter_keys() -> list[str]:
 
 def entry_details(entry: Entry, folders: Sequence[Path] = ()) -> dict[str, Any]:
     """Return name, kind, summary, full text and parameters of an entry, in plain types."""
+    # The user may have replaced a recipe or an option of this package.
     files = (folder / f"{entry.name}.yaml" for folder in (*folders, RECIPES, CONF))
     file = next(file for file in files if file.is_file())
     if entry.kind == "recipe":

@@ -46,6 +46,7 @@ def save_stamp(
     del pl_module
     stamp = checkpoint.setdefault(KEY, {})
     stamp["optimizers"] = [state_layout(optimizer) for optimizer in trainer.optimizers]
+    # Lightning has added this callback's state before it calls this hook.
     state = checkpoint.get("callbacks", {}).pop(self.state_key, None)
     if state:
         stamp.setdefault("states", {})[name_of(self)] = state
@@ -131,6 +132,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
     if states and len(states) != len(optimizers):
         now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(states)))
         raise _mismatch(now, f"{before}, as in the checkpoint")
+    # A checkpoint of stock Lightning has no names; then the number of states is all that is known.
     if isinstance(names, list) and len(names) == len(states):
         for optimizer, name in zip(optimizers, names, strict=False):
             own = state_layout(optimizer)

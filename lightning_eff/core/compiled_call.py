@@ -26,6 +26,7 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compile on the first call, then run the compiled method."""
+        # Compile late, because techniques may still change the module after this object was created.
         if self._compiled is None:
             self._compiled = torch.compile(self.__wrapped__, **self.options)
         return self._compiled(*args, **kwargs)

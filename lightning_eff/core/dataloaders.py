@@ -72,6 +72,7 @@ def add_loader_transform(
 
         def prepare(dataloader: object) -> object:
             prepared = process(dataloader)
+            # Validation and test loaders pass through the same method, and stay unchanged.
             for _, transform in transforms if trainer.training else ():
                 prepared = transform(prepared)
             return prepared

@@ -132,6 +132,7 @@ class ConfigError(ValueError):
         self.value = value
         self.allowed = allowed
         self.remedies = tuple(remedies)
+        # An error without a key is about a text, which needs no quotes.
         shown = repr(value) if key else str(value)
         shown = shown if len(shown) <= MAX_VALUE_CHARACTERS else f"{shown[:MAX_VALUE_CHARACTERS]}..."
         setting = f"{key}={shown}" if key else shown
@@ -150,6 +151,7 @@ class ConfigError(ValueError):
 
 
 def _restored(kind: type[Any], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
+    # `__init__` has other parameters than the text in `args`.
     error: Any = kind.__new__(kind, *args)
     vars(error).update(attributes)
     return error

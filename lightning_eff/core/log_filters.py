@@ -78,6 +78,7 @@ def reports_in_brief() -> Generator[None]:
         record.msg, record.args = "%s\n report: %s", (text.partition("\n")[0], page)
         return True
 
+    # A filter of the logger runs before all handlers, so that no handler writes the full report.
     REPORTS.addFilter(shorten)
     try:
         yield

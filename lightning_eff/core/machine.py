@@ -62,6 +62,7 @@ def machine_facts(device_type: str) -> dict[str, str]:
     for name in ("bfloat16", "float16"):
         if not dtype_support(device_type, getattr(torch, name)).native:
             facts[f"machine/emulated_{name}"] = f"{name} that is emulated on this {device_type}"
+    # ROCm's devices have the type cuda too, but other capabilities.
     if device_type == "cuda" and not torch.version.hip:
         major, minor = torch.cuda.get_device_capability()
         facts |= gpu_facts(major * 10 + minor)
@@ -100,5 +101,6 @@ def package_version(package: str) -> str:
 def command_line() -> str:
     """Return this process's command line as a shell command, however the process was started."""
     program = Path(sys.argv[0])
+    # `python -m lightning_eff` starts `lightning_eff/__main__.py`.
     is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
     return shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])

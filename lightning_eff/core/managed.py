@@ -95,6 +95,7 @@ class Managed(pl.Callback):
         rules.forget_verdict(trainer)
         self.cleanup.close()
 
+    # Lightning does not call the hook `teardown` after an exception.
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

@@ -96,6 +96,7 @@ def restore(
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     set_numpy_state(states["numpy"])
+    # A checkpoint may come from a run on another type of device.
     if "device" in states and device is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states["device"], device)
     for name, generator in generators.items():

@@ -104,6 +104,7 @@ def without_secrets(values: Any) -> Any:
         if isinstance(values, Mapping):
             return {key: without(item) for key, item in values.items() if not is_secret(key, item, variables)}
         if isinstance(values, (list, tuple)):
+            # The items of a list have no key, so only the value shows a secret.
             return [without(item) for item in values if not is_secret("", item, variables)]
         return values
 

@@ -32,6 +32,7 @@ def parse_bytes(text: str) -> int:
     unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2] if match else "")
     if match is None or unit is None or not float(match[1]):
         raise ValueError(f"{text}: expected a size above 0 with its unit, one of {', '.join(UNITS)}")
+    # Rounded down, so that a memory limit is not exceeded.
     return int(float(match[1]) * unit)
 
 
