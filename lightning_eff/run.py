@@ -78,8 +78,8 @@ class Run:
                     log.info("removed %s, left by a run that died while saving", path)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
-        # A run may end between two saves of ModelCheckpoint, so add a callback that saves the last step. It
-        # saves before the efficiency report is written.
+        # A run may end between two saves of ModelCheckpoint, so add a callback that saves the last step. This
+        # callback runs before the efficiency report is written.
         rules.callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
         ignore_library_messages()
         # Loggers are closed even if the run fails.

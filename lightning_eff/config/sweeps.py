@@ -82,7 +82,7 @@ def check_storage(sweeper: Mapping[str, Any], root: Path) -> None:
     Raises:
         ConfigError: The database is a file outside of `root`.
     """
-    # Other storages, such as a database server, are not files.
+    # A storage without this prefix, such as a database server, is not a file.
     storage = sweeper.get("storage")
     if isinstance(storage, str) and storage.startswith("sqlite:///"):
         check_inside("hydra.sweeper.storage", storage.removeprefix("sqlite:///"), root)

@@ -111,7 +111,7 @@ def check_config_values(values: dict[str, Any]) -> None:
     ]
     for path, node, _ in nodes:
         _check_own_keys(path, node)
-    # This imports Lightning, which takes seconds, so the errors above are reported first.
+    # `_check_trainer` imports Lightning, which takes seconds, so the errors above are reported first.
     _check_trainer(values.get("trainer"))
     for path, node, base in nodes:
         _check_node(path, node, (resolve_class(path, base),))

@@ -64,7 +64,7 @@ def empty_cache(device: torch.device) -> None:
 
 def total_bytes(device: torch.device) -> int:
     """Return the memory of a device in bytes; on a CPU, the memory that this process may use."""
-    # Metal has no fixed limit, since GPU and CPU share their memory; it recommends a maximum.
+    # GPU and CPU share their memory, so Metal has no fixed limit, but recommends a maximum.
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type == "cuda":

@@ -130,7 +130,7 @@ def _is_size_rejected_by_cudnn(call: AttentionCall, _: int) -> bool:
 
 def _is_alignment_rejected(call: AttentionCall, capability: int) -> bool:
     """Return whether a head breaks the alignment to 16 bytes that CUTLASS requires."""
-    # 16 bytes are 8 elements of 2 bytes or 4 of 4 bytes; older GPUs load float32 elements one by one.
+    # 16 bytes hold 8 half-precision or 4 float32 elements; older GPUs load float32 elements one by one.
     alignment = 8 if call.dtype in HALF else 4 if capability >= 80 else 1
     return any(size % alignment for size in (call.query[3], call.value[3]))
 

@@ -45,8 +45,8 @@ RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
 def began(run: Path) -> tuple[str, int]:
     """Return a run's start time and its number in a sweep, to sort runs; both are read from folder names.
 
-    For a folder with a name from the user, the time is the folder's modification time. This time is a
-    fallback, because copying the folder changes it.
+    If the user has named the folder, the start time is the folder's modification time. The modification time
+    is only a fallback, because it changes when the folder is copied.
 
     Example:
         >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"))

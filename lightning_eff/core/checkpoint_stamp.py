@@ -151,7 +151,7 @@ def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
     """Count skipped batches as trained batches in a checkpoint's progress; a second call changes nothing.
 
     In Lightning 2.6, a batch of None is not counted as started, and a batch that `on_train_batch_start`
-    rejects is not counted as completed. Such counts look as if the run was saved during a batch.
+    rejects is not counted as completed. A checkpoint with such counts seems to be saved during a batch.
     """
     loop = nested_dict(checkpoint, "loops", "fit_loop")
     epoch = nested_dict(loop, "epoch_progress", "total")

@@ -1,9 +1,9 @@
 """A compiled forward or method of a module, which can be copied and saved with the module.
 
 `callbacks/torch_compile` uses this class. Why not `nn.Module.compile()`: it silently does nothing for modules
-of PyTorch's own classes, such as `TransformerEncoderLayer`. It would also compile hooks, such as the hooks of
-gradient checkpointing. Why not a bare `torch.compile(module.forward)` on the instance: a copy of the module
-would still use the weights of the original module.
+of PyTorch's own classes, such as `TransformerEncoderLayer`. `nn.Module.compile()` would also compile hooks,
+such as the hooks of gradient checkpointing. Why not a bare `torch.compile(module.forward)` on the instance: a
+copy of the module would still use the weights of the original module.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[st
         >>> print(remedy.override, remedy.python)
         'callbacks.micro_batch.keep=[weights,"1.0"]' MicroBatch(keep=['weights', '1.0'])
     """
-    # Quote names such as `1.0`, which Hydra would read as numbers. Then quote the override for the shell.
+    # Quote names such as `1.0`, which Hydra would read as numbers, and quote the override for the shell.
     quoted = [name if re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name) else json.dumps(name) for name in names]
     override = f"{option}.{parameter}=[{','.join(quoted)}]"
     override = override if quoted == list(names) else shlex.quote(override)

@@ -28,8 +28,8 @@ BATCH_HOOKS = [name for name in vars(pl.Callback) if re.match("on_(.*_batch_|bef
 def skip_hook(callback: pl.Callback, trainer: pl.Trainer, name: str, *, of: type[pl.Callback]) -> None:
     """Hide a hook from Lightning if the callback inherits the hook unchanged from class `of`.
 
-    Lightning 2.6 enters a profiler's context around every callable hook, which costs 5 to 8 us. So this
-    function sets the hook to None on the object. The class keeps the hook, because a subclass may call
+    Lightning 2.6 enters a profiler's context around every callable hook, which costs 5 to 8 us. To avoid this
+    cost, the hook is set to None on the object. The class keeps the hook, because a subclass may call
     `super().on_train_batch_end(...)`. A callback that is not in the Trainer's list keeps its hooks.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -109,7 +109,7 @@ def restore(
 
 
 def differing(states: RandomStates, others: RandomStates) -> RandomStates:
-    """Return the states that are missing in `others`, or have another value there."""
+    """Return the states that are missing in `others` or differ from the state of the same name."""
     return {
         name: state for name, state in states.items() if name not in others or _differs(state, others[name])
     }

@@ -153,7 +153,7 @@ LIBRARY_RULES = {
     "schedulefree/RAdamScheduleFree": _SCHEDULE_FREE,
     "optimizer/fused": Facts(excludes=(_LATE_UNSCALING,)),
 }
-"""Rules about classes of other libraries: Lightning's callbacks and plugins, optimizers of torch and others.
+"""Rules about classes of other libraries, such as Lightning's callbacks and plugins or torch's optimizers.
 
 A key names a class with its package, or is a name that a technique provides. The rules about a class apply
 to its subclasses too.
@@ -317,7 +317,7 @@ def forget_verdict(trainer: pl.Trainer) -> None:
 
 
 def raise_rejected(findings: Iterable[RuleFinding]) -> None:
-    """Raise one error that lists all findings with the verdict `REJECTED`; without such findings, return.
+    """Raise one error that lists all findings with the verdict `REJECTED`, if there is such a finding.
 
     Raises:
         EnvironmentLacksError: All rejected findings are about requirements that the machine lacks.

@@ -1,10 +1,10 @@
-"""Detect secrets, and keep them out of everything that a run writes.
+"""Detect secrets, and keep them out of the files, logs and error texts of a run.
 
 A config refers to a secret by an environment variable, as in `api_token: ${oc.env:API_TOKEN}`. A composed
 config keeps the interpolation, even inside a longer text, and Hydra resolves it when the class is built. A
 run's files therefore contain no secret, and a run can be composed again from its files. A module's
-hyperparameters contain the value of a secret; loggers and checkpoints drop this value. Error texts may
-contain any value, so the values of environment variables with a secret's name are replaced in them.
+hyperparameters contain the value of a secret; loggers and checkpoints drop this value. In error texts, the
+values of all environment variables with a secret's name are replaced.
 """
 
 from __future__ import annotations

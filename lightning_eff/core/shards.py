@@ -22,7 +22,7 @@ class GatheredAtOnce:
 
     DeepSpeed (0.19) reduces the gradients of a module's weights when the gradient of the module's input is
     known. For an input that requires no gradient, the reduction would come before the module's backward pass.
-    So every floating-point input is made to require a gradient.
+    To prevent this, every floating-point input is made to require a gradient.
     """
 
     def __init__(self, module: nn.Module) -> None:

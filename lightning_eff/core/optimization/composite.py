@@ -1,4 +1,4 @@
-"""Optimizers that wrap other optimizers, and act as a single one for Lightning, schedulers, checkpoints.
+"""Optimizers that wrap other optimizers, and act as one optimizer for Lightning and schedulers.
 
 optimizer/in_backward.py and optimizer/cpu_offload.py are built on this module. A wrapper shares its parameter
 groups and its state with its inner optimizers. So a scheduler that sets the wrapper's learning rate reaches
@@ -45,7 +45,7 @@ class WrapperOptimizer(Optimizer):
 
 
 class PerParameter(WrapperOptimizer):
-    """A wrapper with one inner optimizer per parameter, which can step as soon as the gradient is ready.
+    """A wrapper with one inner optimizer per parameter, so that each parameter can step separately.
 
     Args:
         params: Parameters, or parameter groups.

@@ -60,8 +60,8 @@ class FirstGradients:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._skips_steps, self._unchecked = getattr(module, "automatic_optimization", False), []
         for wrapped in optimizers:
-            # DeepSpeed steps flattened tensors; its strategy provides the parameters' groups as
-            # `whole_groups`.
+            # DeepSpeed steps flattened tensors; this package's strategy provides the original parameter
+            # groups as `whole_groups`.
             full_groups = getattr(wrapped, "whole_groups", None)
             optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
             # For gradients that are freed before `step` ends. A sum is finite only if all terms are finite.
