@@ -275,7 +275,7 @@ def build_trainer(values: Mapping[str, Any], launch: Launch | None = None) -> pl
 
     Args:
         values: A checked config.
-        launch: As in `build`.
+        launch: Description of how this process was started; None reads it from the environment.
 
     Raises:
         ConfigError: A technique rejects a value.

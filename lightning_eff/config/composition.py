@@ -199,7 +199,7 @@ class RecipeApp:
 
 @contextmanager
 def _habits_explained(overrides: Sequence[Override]) -> Generator[None]:
-    """Add to an error the override of this package that corresponds to another tool's override."""
+    """Add this package's overrides to an error that is caused by another tool's overrides."""
     try:
         yield
     except (UsageError, ConfigError) as error:

@@ -380,7 +380,7 @@ def check_hydra(section: Any) -> None:
     """Check the classes in Hydra's own section, whose interpolations are not resolved yet.
 
     Raises:
-        ConfigError: A class is not allowed at its key, is not a plugin, or comes from a resolver.
+        ConfigError: A key must not name a class, a class is not a plugin, or a resolver may return a class.
     """
     for name, kind in HYDRA_PLUGINS.items():
         node = section.get(name.rpartition(".")[2])

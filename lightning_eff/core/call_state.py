@@ -11,7 +11,7 @@ microbatching uses it to repeat a call. The record contains:
 - the states of the modules' own random generators, of NumPy's and of Python's (`torch.utils.checkpoint`
   handles torch's generators).
 
-The recorded state is reinstated for the recomputation. Afterwards the state from before the recomputation is
+The recorded state is reinstated for the recomputation. After the recomputation, the current state is
 restored, so that writes of the recomputation are lost. Parameters and inputs are referenced, not copied. A
 module's buffers and other tensors are copied, because a forward may write to them (batch statistics,
 counters). If a tensor without a copy has changed, the recomputation raises an error.

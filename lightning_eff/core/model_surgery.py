@@ -272,7 +272,7 @@ def select_blocks(model: nn.Module, blocks: BlockSelector, *, key: str = "blocks
         key: Name of the setting that errors show.
 
     Raises:
-        ConfigError: An entry of `blocks` matches no module of the model, or the model has no blocks.
+        ConfigError: An entry of `blocks` matches no module of the model.
 
     Example:
         >>> list(select_blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["Linear"]))

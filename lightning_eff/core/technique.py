@@ -134,7 +134,7 @@ def _plain(value: object) -> Any:
 
 
 class Verdict(StrEnum):
-    """The effect of the rules on a technique, from the best to the worst."""
+    """The effect of the rules on a technique; members are ordered from the best to the worst."""
 
     FINE = "fine"
     ADJUSTED = "adjusted"
