@@ -12,8 +12,8 @@ the block, the block runs again. The policies are:
   predicted peak within `memory`. `fit` uses `offload` only if nothing else fits.
 
 A block runs again with the random numbers, autocast state, attributes, parameters, buffers and containers
-that its first call had, so the result is bit-identical. The technique's page lists changes that stop the run,
-and changes that are not detected, for example of globals.
+that its forward pass had, so the result is bit-identical. The technique's page lists changes that stop the
+run, and changes that are not detected, for example of globals.
 
 Saves: activations, because a recomputed block keeps only its inputs.
 Costs: one more forward pass of the recomputed blocks. For `full`, this is a third of a step's operations. For
