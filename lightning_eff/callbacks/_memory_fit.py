@@ -103,7 +103,7 @@ class Segments:
             change = 0 if is_on_host and on_device else size - sizes.get(event.allocation, 0)
             sizes[event.allocation] = size
             live.append(live[-1] + change)
-        # live[i] is the number of live bytes before event i: a segment from cut a to b has live[a] to live[b].
+        # live[i] is the live bytes before event i, so a segment from cut a to cut b has live[a] to live[b].
         cuts = [*(index for _, index, _ in marks), len(recorder.events)]
         rise = [max(live[start : end + 1]) - live[start] for start, end in pairwise(cuts)]
         return cls(
