@@ -11,8 +11,8 @@ and an error can name the tensors that differ. The fingerprint excludes buffers,
 them. Persistent buffers are saved with the adapter.
 
 `callbacks/peft_adapter` adds these functions to the LightningModule's own checkpoint hooks, which Lightning
-also calls for weights-only saves and for saves after the run. Why not a callback's hooks: Lightning does not
-call them for weights-only saves, and calls them only after loading. Why not `strict_loading=False`: this
+also calls for weights-only saves and for saves after the run. Why not a callback's hooks: Lightning calls a
+callback's hooks only after loading, and never for weights-only saves. Why not `strict_loading=False`: this
 setting accepts another model's adapter, and leaves this model's adapter at its initial values. Fabric and
 custom loops call `strip_base` and `load_adapter`.
 """
@@ -73,7 +73,7 @@ def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def format_names(names: Iterable[str]) -> str:
-    """Return the first names and the number of further names, each shortened and escaped.
+    """Return the first names, shortened and escaped, and the number of further names.
 
     Example:
         >>> format_names(["a", "b", "c", "d"]), format_names(["a"])
@@ -217,7 +217,7 @@ def check_adapter(
 
     Args:
         model: The model, with adapters.
-        checkpoint: The content of a file, which may be anything.
+        checkpoint: The content of a file, which may be any object.
         fingerprint: Caches digests; use one object per model.
         strict: With False, only the trained tensors must be present.
 
@@ -284,7 +284,7 @@ def load_adapter(
 
 @torch.no_grad()
 def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
-    """Load the weights of a model without adapters, if all of them fit; return the number of tensors.
+    """Load the weights of a model without adapters, if all weights fit; return the number of tensors.
 
     Raises:
         CheckpointError: Keys or shapes do not fit; the error names the first differences.

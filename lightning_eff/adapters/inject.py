@@ -288,7 +288,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
         for name, layer in model.named_modules()
         if name
         and isinstance(layer, (nn.Linear, Conv1D))
-        # nn.MultiheadAttention reads the weight of its `out_proj`, which has this class, but never calls it
+        # nn.MultiheadAttention reads the weight of its `out_proj`, of this class, but never calls the layer
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and layer not in heads
     ]

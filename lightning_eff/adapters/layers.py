@@ -1,8 +1,8 @@
 """Find layers of a model by name, by shared weights, or by quantization.
 
-Adapters, `precision/quantized_base` and Float8 use this module. The module does not import PEFT, because that
-takes seconds, nor bitsandbytes, because that is optional. Layers of bitsandbytes are recognized by class name
-and package.
+Adapters, `precision/quantized_base` and Float8 use this module. The module imports neither PEFT, whose import
+takes seconds, nor bitsandbytes, which is optional. Layers of bitsandbytes are recognized by class name and
+package.
 
 A head that is tied to an embedding uses the embedding's weight. An adapter of the head changes only the head,
 so a merged or copied head needs a separate weight, which `untie` creates.

@@ -2,7 +2,7 @@
 
     y [T, N] = x [T, K] @ W.T + b;  y += s * (x @ A.T) @ B.T        A [r, K], B [N, r]
 
-PEFT computes `(x @ A.T) @ B.T`, multiplies the product by s, and adds the result to y. Each of these steps
+PEFT computes `(x @ A.T) @ B.T`, multiplies the product by s, and adds the result to y. Each of PEFT's steps
 reads and writes tensors of the size of y, and so does the backward pass of the multiplication. Here `addmm_`
 adds the product with alpha = s, and rounds once instead of three times. Parameters, names and checkpoints are
 the same as in PEFT. PEFT's own forward runs for layers with several adapters, a variant of LoRA, different

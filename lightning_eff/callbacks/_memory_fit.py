@@ -3,18 +3,18 @@
 `callbacks/gradient_checkpointing` calls this module for `policy="fit"`. A step is recorded on fake tensors
 once per policy, with the same policy for all blocks. A new segment of the recording starts where the forward
 or backward pass of a block starts, and belongs to that block. Each segment has a net change of live bytes,
-and a maximum rise above its start. Both numbers depend only on the policy of the segment's block, because a
-block saves its input whatever the policy of the previous block is. So a few recordings give the peak of every
-mixture of policies. The peak is the maximum, over all segments, of the segment's rise plus the net changes of
-all earlier segments.
+and a maximum rise of live bytes above its start. Change and rise depend only on the policy of the segment's
+block, because a block saves its input whatever the policy of the previous block is. So a few recordings give
+the peak of every mixture of policies. The peak is the maximum, over all segments, of the segment's rise plus
+the net changes of all earlier segments.
 
 The search for the cheapest mixture within a budget is exact, and extends partial choices block by block. A
 partial choice is dropped if another partial choice costs no more and holds no more bytes in every later
-segment. Costs are compared by bytes moved to the host, and then by FLOPs. On an H100, the copies of `offload`
-did not overlap with computation and took 3 times as long as recomputation. The step is then predicted with
-the chosen mixture. If this prediction shows a higher peak than the sum of segments, the blocks influence each
-other, and the limit is lowered by the difference. A single policy for all blocks is always a candidate, so
-the result is never worse than the best single policy.
+segment. Costs are compared first by bytes moved to the host, and then by FLOPs. On an H100, the copies of
+`offload` did not overlap with computation and took 3 times as long as recomputation. The step is then
+predicted with the chosen mixture. If the predicted peak is higher than the sum of segments, the blocks
+influence each other, and the limit is lowered by the difference. A single policy for all blocks is always a
+candidate, so the result is never worse than the best single policy.
 
 Why not in the planner, when a recipe starts: a plain Trainer has no planner. Why a second Trainer with new
 technique objects: the run's own objects have already changed the run's module, and a technique is fully
@@ -74,7 +74,7 @@ class Segments:
 
     Each list and array has one entry per segment. `net` is the change of live bytes from the start to the end
     of a segment. `rise` is the maximum of live bytes in a segment, minus the live bytes at the start. `flops`
-    are the FLOPs in a segment, and `moved_bytes` the bytes moved to the host.
+    are the FLOPs in a segment, and `moved_bytes` are the bytes moved to the host.
     """
 
     peak_bytes: int
@@ -90,7 +90,7 @@ class Segments:
 
     @classmethod
     def of(cls, recorder: Recorder, marks: Sequence[tuple[str, int, int]], *, on_device: bool) -> Segments:
-        """Cut a recording at marks, which are the starting block's name, and the events and FLOPs so far."""
+        """Cut a recording at marks; a mark has the starting block's name, and the events and FLOPs so far."""
         # CUDA's caching allocator rounds the size of every allocation up to this unit.
         unit = CUDA_BLOCK_BYTES if on_device else 1
         sizes: dict[int, int] = {}

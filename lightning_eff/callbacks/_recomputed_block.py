@@ -1,7 +1,7 @@
 """Recompute blocks of a model in the backward pass, with one policy per block.
 
-`gradient_checkpointing.py` applies `recompute` to the user's model. `_memory_fit.py` applies it to copies of
-the model, to try policies.
+`gradient_checkpointing.py` applies `recompute` to the user's model. `_memory_fit.py` applies `recompute` to
+copies of the model, to try policies.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RecomputedBlock:
     name and keys, and a compiled forward inside stays compiled. Differences from PyTorch's checkpoint:
 
     - The recomputation sees the block's modules, and the containers among its inputs, in their state at the
-      call (`CallState`). Writes of the recomputation to these objects are undone.
+      call (`CallState`). The recomputation's writes to modules and containers are undone.
     - Tensors passed by keyword are treated like positional tensors.
     - The inputs may be offloaded to host memory.
     - Errors name the block.

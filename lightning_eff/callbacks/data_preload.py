@@ -9,11 +9,12 @@ the position after the last batch handed out, even if further batches were fetch
 Why no thread that fetches ahead: samples loaded in the thread would draw random numbers between the draws of
 training. Workers give the same benefit if samples load slowly enough to matter.
 
-Saves: the time spent waiting for data; the report shows its fraction of the time before and after.
+Saves: the time spent waiting for data, which the report shows as a fraction of the run.
 Costs: host memory for each worker, and device memory for the batches that are ready. Measuring takes a few
     seconds at the start, and at most a twentieth of an epoch's loading time. With a fixed number such as
-    `num_workers=2`, nothing is measured. Samples draw other random numbers in workers, as do samplers that
-    draw one index at a time. Streams and stateful loaders keep their number of workers.
+    `num_workers=2`, nothing is measured. Samples draw other random numbers in workers than without workers.
+    Samplers that draw one index at a time also draw other random numbers. Streams and stateful loaders keep
+    their number of workers.
 When not: samples that load fast; no workers are used then.
 Conflicts: none. With custom hooks that move batches (`transfer_batch_to_device`, `on_before_batch_transfer`),
     no batch is copied ahead of use.
@@ -54,7 +55,7 @@ from lightning_eff.report.live_bytes import tensors_in
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
 NUM_BATCHES, MAX_BATCHES = 4, 512
-"""Number of batches that this process compares and times, and the maximum that is timed with workers."""
+"""Batches that are compared and timed without workers, and the maximum number that is timed with workers."""
 MIN_WAIT = 0.1
 """The technique is suggested if a run spends more than this fraction of its time waiting for data."""
 MAX_TIME_RATIO = 0.9
@@ -77,7 +78,7 @@ class DataPreload(Managed):
         persistent_workers: Keep the workers between epochs even if the loader does not. Persistent workers do
             not see later changes of the dataset.
         pin_memory: Use page-locked host memory, so that copies to a GPU overlap with computation. None uses
-            it if training runs on a GPU.
+            page-locked memory if training runs on a GPU.
         num_batches_ahead: Number of batches from workers that are copied to the GPU ahead of use.
         max_measure_s: Maximum seconds for measuring, excluding the start of workers.
 

@@ -1,14 +1,14 @@
 """Resume a run with the same order of samples and the same random numbers, as if it had not been stopped.
 
 Lightning saves weights, optimizer states and counters, but neither random states nor the position in the
-data. So a run that Lightning resumes sees other samples, some samples twice, and draws other dropout masks.
-This callback saves the random states and the data position of every rank in each checkpoint. Both are
-restored before the first batch of the resumed run.
+data. So without this callback, a resumed run sees other samples, repeats some samples, and draws other
+dropout masks. This callback saves the random states and the data position of every rank in each checkpoint.
+States and positions are restored before the first batch of the resumed run.
 
 A resumed run skips the batches that were already trained on, and draws only their indices. With workers,
-these batches are loaded again and dropped, because loading may draw random numbers in the workers. Hashes of
-an epoch's first indices verify the order. The flags `requires_grad` and `training` are restored too, because
-a callback may have set them in an earlier epoch and may not set them again.
+skipped batches are loaded again and dropped, because loading may draw random numbers in the workers. Hashes
+of an epoch's first indices verify the order. The flags `requires_grad` and `training` are restored too,
+because a callback may have changed these flags earlier in the run, for example to unfreeze layers.
 
 Validation during training does not change the random states, because a resumed run does not repeat the
 validation that came just before the save.
@@ -55,8 +55,8 @@ class ExactResume(Managed):
     """Save and restore the order of samples and all random states.
 
     Args:
-        workers: With `replay`, workers load the already trained batches again, and these batches are dropped;
-            this is exact even with random augmentation. With `fast`, the batches are skipped, and
+        workers: With `replay`, workers load the already trained batches again and drop these batches, so the
+            run is exact even with random augmentation. With `fast`, the batches are skipped, and
             augmentations differ until the end of the epoch.
         changed_data: Applies if the dataset's length or the batch size has changed since a save within an
             epoch. `refuse` stops the resumed run with an error, and `continue` accepts the change.
@@ -152,12 +152,12 @@ class ExactResume(Managed):
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
             # A collective operation, which gathers the position of every rank.
             checkpoint[KEY][POSITIONS] = of_all_ranks(own)
-            # During a validation all modules are in evaluation mode, so save the flags from before it.
+            # A validation sets all modules to evaluation mode, so save the flags from before the validation.
             checkpoint[KEY][FLAGS] = self._saved_flags or self._training_flags or flags_of(pl_module)
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
-        """Suppress Lightning's warning about a loader without a state, which is wrong with this callback."""
+        """Suppress Lightning's warning about a loader without a state, because the position is restored."""
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
         # `filterwarnings` inserts its entry at the front. After the run, exactly this entry is removed.
         added = warnings.filters[0]
@@ -215,8 +215,8 @@ class ExactResume(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run, loop, self._has_begun = self._run, cast(Any, trainer.fit_loop), True
-        # Lightning restores no states of stateful loaders at an epoch's end. It restores none either if the
-        # number of steps was requested, because the loaders then exist before the checkpoint is read.
+        # Lightning restores no states of stateful loaders in two cases: at an epoch's end, and if the number
+        # of steps was requested, because the loaders then exist before the checkpoint is read.
         states = loop._combined_loader_states_to_load  # noqa: SLF001
         if run.pending is not None and states:
             loop._combined_loader._load_state_dicts(states)  # noqa: SLF001

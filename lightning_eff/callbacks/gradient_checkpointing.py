@@ -16,11 +16,11 @@ that its forward pass had, so the result is bit-identical. The technique's page 
 run, and changes that are not detected, for example of globals.
 
 Saves: activations, because a recomputed block keeps only its inputs.
-Costs: one more forward pass of the recomputed blocks. For `full`, this is a third of a step's operations. For
-    `selective`, this is only the pointwise operations. `offload` copies each block's inputs over the bus
-    twice, and needs pinned host memory of up to twice the inputs of a step. A block's hooks run twice.
-    `fit` predicts a few steps before training; each prediction takes a fraction of a second to several
-    seconds.
+Costs: one more forward pass of the recomputed blocks. With `full`, this extra pass takes a third of a step's
+    operations. With `selective`, only pointwise operations run again. `offload` copies each block's inputs
+    over the bus twice, and needs pinned host memory of up to twice the inputs of a step. A block's hooks run
+    twice. `fit` predicts a few steps before training; each prediction takes a fraction of a second to
+    several seconds.
 When not: the batch fits in memory, or the memory peak is in the optimizer step.
 Conflicts: a model or strategy that already recomputes activations. `budget` needs `callbacks/torch_compile`;
     `selective` cannot be used with compiled blocks. `fit` needs the full, uncompiled model on each device,
@@ -79,7 +79,7 @@ class GradientCheckpointing(Managed):
 
     Raises:
         ConfigError: A value is outside its range, `memory` is set without `fit`, or `blocks` matches nothing.
-            With `fit`, also before the first step, if no choice fits in `memory` or no step can be predicted.
+            With `fit`, no choice fits in `memory`, or no step can be predicted; raised before the first step.
         ConflictError: The model or the strategy already recomputes activations, no compiler supports
             `budget`, or `selective` is used with compiled blocks.
         EnvironmentLacksError: torch is older than 2.13, and a block with `selective` modifies a kept output

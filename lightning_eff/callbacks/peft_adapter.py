@@ -5,7 +5,7 @@ the output, so the first step computes with the original model. About 1 % of the
 gradients, optimizer state and data-parallel traffic shrink to about 1 %. `all-linear` targets every linear
 layer, including the head, except the output embedding of a Hugging Face model. Convolutions must be named in
 `target_modules`; convolutions that PEFT would adapt incorrectly are rejected. A checkpoint contains the
-trained parameters and a fingerprint of the frozen base, and is rejected for another base.
+trained parameters and a fingerprint of the frozen base, and cannot be loaded onto another base.
 
 Why only methods that change layers: methods with virtual tokens need PEFT's wrapper around one Hugging Face
 model, and AdaLoRA needs a loop that allocates ranks between the backward pass and the step.
@@ -179,7 +179,7 @@ class PeftAdapter(Managed):
         self._num_trained = self._num_parameters = self._trained_bytes = 0
         self._trainer: pl.Trainer | None = None
         self._hooks: AdapterCheckpointHooks | None = None
-        self._config()  # raises an error in the arguments now
+        self._config()  # checks the arguments now
 
     def _config(self) -> Any:
         return make_config(self.method, self.options or {}, self.target_modules, self.modules_to_save)

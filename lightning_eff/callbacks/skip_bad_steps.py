@@ -2,9 +2,9 @@
 
 One corrupt sample can give a NaN loss, or a gradient many times as large as usual, and the update may ruin
 the run. This callback computes the gradient norm before clipping, and skips the update if the norm is NaN or
-infinite. With `max_deviations`, the callback also skips outliers. An outlier exceeds the median of the last
-norms by more than `max_deviations` robust standard deviations. One robust standard deviation is 1.4826 times
-the median absolute deviation, and at least 1 % of the median.
+infinite. With `max_deviations`, the callback also skips outliers. An outlier is a norm that exceeds the
+median of the last norms by more than `max_deviations` robust standard deviations. One robust standard
+deviation is 1.4826 times the median absolute deviation, and at least 1 % of the median.
 
 A skipped step leaves no trace. Weights and optimizer state are not updated; buffers, random states, logged
 values and the module's attributes are restored. Neither `global_step` nor the learning-rate schedule

@@ -101,7 +101,7 @@ def compile_in_place(
                 owner, method = model.get_submodule(owner_path), part
             before = vars(owner).get(attribute)
             if not isinstance(before, CompiledCall):
-                # On the instance, so that other modules of the class, and state-dict keys, do not change.
+                # Set on the instance, so that the class and the state-dict keys do not change.
                 vars(owner)[attribute] = CompiledCall(method, options)
                 undo[path] = functools.partial(vars(owner).pop, attribute)
                 if before is not None:

@@ -1,8 +1,8 @@
 """Checkpoint files that appear in one step, are verified before use, and hold only tensors and plain values.
 
 `AtomicFiles` writes and reads single files, and folders with one file per rank (sharded.py).
-`checkpoint_io/durable` makes this class available to a Trainer. Strategies without a CheckpointIO of the user
-take `AtomicFiles` instead of Lightning's default, which overwrites the previous checkpoint.
+`checkpoint_io/durable` makes this class available to a Trainer. If the user passes no CheckpointIO, the
+strategies use `AtomicFiles`, because Lightning's default overwrites the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class AtomicFiles(CheckpointIO):
         may differ from the number of ranks that saved.
 
         Raises:
-            CheckpointError: A file is damaged or missing; all ranks raise it.
+            CheckpointError: A file is damaged or missing; all ranks raise the error.
         """
         target = _local(path, weights_only=weights_only)
         with ranks.all_or_none():
@@ -244,7 +244,7 @@ class AtomicFiles(CheckpointIO):
     def _reason_to_keep(self, path: Path) -> str:
         """Return the reason to keep a file, or an empty text if the file may be removed."""
         is_own, is_folder = path in self._own_files, sharded.is_sharded_checkpoint(path)
-        # ModelCheckpoint restores paths of files to remove from a checkpoint, which may be from elsewhere.
+        # ModelCheckpoint reads the paths of files to remove from a checkpoint, which may be foreign.
         if path.parent not in self._own_folders and not is_own:
             return "it lies outside the folders that this run saves to"
         if path.is_symlink():

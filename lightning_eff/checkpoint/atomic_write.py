@@ -1,4 +1,4 @@
-"""Write a file or a folder in one step, so that a kill, a full disk or an error leaves the old one unchanged.
+"""Write a file or a folder in one step, so that a kill, a full disk or an error leaves no partial content.
 
 atomic_io.py and sharded.py write all checkpoints through this module. A temporary file is written in the same
 folder, because a rename across file systems is a copy, which a kill can interrupt. Only the owner can read

@@ -6,9 +6,9 @@ read the file as usual. Two shell commands verify a file: `head -c -64 FILE | sh
 characters that `tail -c 64 FILE` prints. atomic_io.py and sharded.py verify each file before they load it.
 
 Why not a separate digest file: two files cannot be replaced in one step, so a kill could leave a good
-checkpoint with the digest of another checkpoint. A digest must also stay with its file in a copy or a rename.
-Why not the archive's own CRC-32: torch does not check the CRC-32 on load, and a CRC-32 covers neither
-headers, sizes nor names.
+checkpoint with the digest of another checkpoint. A digest must also stay with its file when the file is
+copied or renamed. Why not the archive's own CRC-32: torch does not check the CRC-32 on load, and a CRC-32
+covers neither headers, sizes nor names.
 """
 
 from __future__ import annotations

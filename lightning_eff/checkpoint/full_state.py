@@ -24,7 +24,7 @@ from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
 
 COUNTS = ("step",)
-"""Optimizer state that is one number per parameter, and is never sharded, even if its shape fits."""
+"""Optimizer state that is one number per parameter and is never sharded, even for a scalar parameter."""
 
 
 class IncompatibleKeys(NamedTuple):

@@ -88,7 +88,7 @@ def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str, left_out: list[str]) -> Any:
-    """Return a value in plain types; drop mapping entries without a plain form, and add them to `left_out`.
+    """Return a value in plain types; drop entries without a plain form, and add their names to `left_out`.
 
     Raises:
         TypeError: The value itself has no plain form, or is a secret.

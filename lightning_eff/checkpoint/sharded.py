@@ -22,7 +22,7 @@ The index holds no file names, because text from a checkpoint must never become 
 from a token of 16 hexadecimal digits and the number of shards.
 
 Why not torch.distributed.checkpoint: the metadata of its FileSystemWriter is a pickle, which runs code on
-load. Its HuggingFaceStorageWriter stores only tensors. Neither writer has digests, and neither replaces a
+load. torch's HuggingFaceStorageWriter stores only tensors. Neither writer has digests, and neither replaces a
 checkpoint in one step. Why not safetensors: a file with a digest must be written from a full copy in memory,
 or be read again. torch maps its own files just as lazily, and plain values need this index anyway.
 """
@@ -125,7 +125,7 @@ class LazyShardedTensor(Tensor):
 
 
 def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
-    """Return a lazy tensor with an outline's shape and dtype, whose rows are the shards' in order.
+    """Return a lazy tensor with an outline's shape and dtype, and with the shards' rows in order.
 
     Raises:
         CheckpointError: The shards, which may be any objects, are not the rows of that tensor.
@@ -161,7 +161,7 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
         {'a': ["['a'][0]", 2]}
     """
     leaves, structure = tree_flatten_with_path(value)
-    # Results by the identity of a tensor, because two names of one tensor must stay one tensor.
+    # Results by the id of each tensor, because two names of one tensor must stay one tensor.
     changed: dict[int, Any] = {}
     for path, leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in changed:
@@ -170,7 +170,7 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
 
 
 def materialize(value: Any, device: Any = "cpu") -> Any:
-    """Return nested containers with lazy tensors replaced by full ones on `device`."""
+    """Return nested containers with lazy tensors replaced by full tensors on `device`."""
     return map_tensors(
         value, lambda _, each: each.full_tensor().to(device) if isinstance(each, LazyShardedTensor) else each
     )
@@ -390,8 +390,8 @@ def new_save(path: Path) -> Generator[str]:
     """Create the folder to save to, and yield the save's token; one process does this for all ranks.
 
     Until the block ends, no clean-up removes shards in the folder. At the end, shards that the index does not
-    name are removed. These are the shards of the previous save, or of this save if it failed. If `path` is a
-    link, the link is replaced, not its target.
+    name are removed, which are the previous shards, or the new shards of a failed save. If `path` is a link,
+    the link is replaced, not its target.
 
     Raises:
         CheckpointError: `path` is a file, or a folder with other content, and is left untouched.

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) -> Path | None:
-    """Return the newest intact checkpoint in a folder of runs, and log a warning for each damaged one.
+    """Return the newest intact checkpoint in a folder of runs; log a warning for each damaged checkpoint.
 
     The newest checkpoint has the greatest step of the last run. The run's start and the step are read from
     names and contents, not from file times. `is_wanted` is called before a file is read, and paths for which

@@ -18,14 +18,14 @@ thread is raised at the next save, at the next load, or at the end of the run.
 
 Saves: the checkpoint, which after a kill or on a full disk is either complete or absent.
 Costs: computing the SHA-256 at each save and load (0.25 to 2 GB/s), and waiting for the disk at each save.
-    With `asynchronous`, a save delays the run by neither, but needs host memory of the checkpoint's size.
+    With `asynchronous`, a thread does this work at a save, and needs host memory of the checkpoint's size.
 When not: checkpoints on object stores (`s3://`), which need `checkpoint_io=torch`.
 Conflicts: FSDP2's ranks write checkpoint folders synchronously, even with `asynchronous`. This plugin
-    verifies, loads and removes such folders like files. Folders of other formats are not touched. Paths with
-    a protocol (`s3://`) are rejected. The plugin needs a POSIX system. `AsyncCheckpointIO` around this plugin
-    works, but removes the old checkpoint before the new checkpoint is written. Use `asynchronous` instead,
-    with file names that contain the step or the epoch, because Lightning looks for a free name before the
-    last file is written.
+    verifies, loads and removes FSDP2's folders like files. Folders of other formats are not touched. Paths
+    with a protocol (`s3://`) are rejected. The plugin needs a POSIX system. `AsyncCheckpointIO` around this
+    plugin works, but removes the old checkpoint before the new checkpoint is written. Use `asynchronous`
+    instead, with file names that contain the step or the epoch, because Lightning looks for a free name
+    before the last file is written.
 Source: rename(2), fsync(2), flock(2); https://lwn.net/Articles/457667/; the comment of a zip archive,
     APPNOTE.TXT 4.3.16.
 """

@@ -54,7 +54,7 @@ class IndexStream:
     """Wraps a loader's batch sampler, so that a resumed pass can skip batches without loading their samples.
 
     A loader calls `iter` on this stream, then draws its workers' seed, then requests the first indices. The
-    saved order is drawn again only if the random states are as saved at the call and at the first request.
+    sampler repeats the saved order only if the saved random states are set at the call and at the request.
 
     Args:
         source: The loader's batch sampler, or the sampler of a loader without batches. The name `sampler` is
@@ -238,7 +238,7 @@ class ExactLoader(LoaderWrapper):
         return saved
 
     def _compare(self, saved: Position) -> None:
-        """Compare the data with the saved data; reject a change before the first batch, or report it."""
+        """Compare the dataset and the sampler with the saved position; reject changes, or report changes."""
         run, current = self.run, self.position(0)
         num_saved = 0 if run.pending is None else len(run.pending.loaders)
         # Possible changes, as (saved value, current value, description).
@@ -409,7 +409,7 @@ class StatefulExactLoader(ExactLoader):
 class StandaloneLoader(ExactLoader):
     """A loader for use without a Trainer; its state has the position and random states of each rank.
 
-    Under Fabric, this loader replaces Fabric's: it sets the sampler's epoch and moves batches to the device.
+    Under Fabric, this class replaces Fabric's loader, sets the sampler's epoch, and moves batches to its device.
     Fabric's loader would begin a pass only at the first batch, too late for the random states of the pass.
     """
 
@@ -485,7 +485,7 @@ def sampler_of(loader: Any) -> Any:
 
 
 def sampler_with_epoch(loader: Any) -> Any:
-    """Return the sampler or batch sampler whose epoch decides a loader's order; None without an epoch."""
+    """Return the sampler or batch sampler with the epoch that decides a loader's order, or None."""
     samplers = (sampler_of(loader), getattr(loader, "batch_sampler", None))
     return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 

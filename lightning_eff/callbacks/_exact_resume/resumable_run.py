@@ -66,7 +66,7 @@ class RankPosition:
             length, else 0.
         is_over: Whether the epoch had ended, so that the loaders begin a new pass.
         loaders: Positions in Lightning's order of loaders.
-        notes: Reasons that a resumed run is not exact.
+        notes: Reasons why a run that resumes here is not exact.
     """
 
     now: RandomStates
@@ -170,7 +170,7 @@ class ResumableRun:
         self.report: Callable[[], None] | None = None
         """Called after the first batch of a resumed run, when all differences are known."""
         self.refusal = ""
-        """The data change that stops the run; raised later, because Lightning hides errors in `iter`."""
+        """The error that stops the run. Raised by `before_batch`, since Lightning hides errors in `iter`."""
         self.isolated: RandomStates | None = None
         """Random states before the validation that is running; training continues with these states."""
         self.undo = ExitStack()
@@ -197,8 +197,8 @@ class ResumableRun:
 
         Args:
             is_over: Whether the epoch has ended.
-            is_in_step: Whether the last batch is still being trained on; a resumed run then repeats it.
-            notes: Reasons that a resumed run is not exact.
+            is_in_step: Whether the last batch is still in training; a resumed run then repeats this batch.
+            notes: Reasons why a run that resumes here is not exact.
         """
         if self.pending is not None:  # no batch was trained on since the resume
             changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks continued"]
