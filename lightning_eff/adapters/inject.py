@@ -75,10 +75,10 @@ ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = 
 }
 """For each method, the convolutions that PEFT 0.21 adapts, and the settings that PEFT handles correctly.
 
-PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would read other pixels than the base. With
-groups, PEFT's LoRA cannot be merged. OFT rotates the wrong axes of a kernel larger than 1, and so changes the
-model's output at the start. Methods that are not listed adapt no convolutions. `ln_tuning` needs no entry,
-because it trains all targeted layers in full.
+PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would read other pixels than the base. PEFT
+cannot merge the LoRA of a convolution with groups. OFT rotates the wrong axes of a kernel larger than 1, and
+so changes the model's output at the start. Methods that are not listed adapt no convolutions. `ln_tuning`
+needs no entry, because it trains all targeted layers in full.
 """
 DEFAULTS: dict[str, dict[str, Any]] = {
     "fourierft": {"init_weights": True},  # so that the adapter changes nothing at first

@@ -1,4 +1,4 @@
-"""Add LoRA's product to the layer's result in place, with one large operation instead of PEFT's four.
+"""Add LoRA's product to the layer's result in place, with one large operation instead of four as in PEFT.
 
     y [T, N] = x [T, K] @ W.T + b;  y += s * (x @ A.T) @ B.T        A [r, K], B [N, r]
 

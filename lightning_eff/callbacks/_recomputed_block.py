@@ -292,7 +292,7 @@ def recompute(
     Args:
         model: Any module; blocks that are already recomputed do not change.
         policy: `full`, `every_n`, `selective` or `offload` for all blocks. A dictionary gives each block name
-            a policy: `full`, `selective`, `offload` or `keep`. Other blocks keep their activations.
+            a policy: `full`, `selective`, `offload` or `keep`. Blocks without a policy are not changed.
         every_n_blocks: With `every_n`, one block out of this number is recomputed, starting with the first.
         blocks: Blocks to select from; None takes the repeated blocks.
 

@@ -56,8 +56,8 @@ class ExactResume(Managed):
 
     Args:
         workers: With `replay`, workers load the already trained batches again and drop these batches, so the
-            run is exact even with random augmentation. With `fast`, the batches are skipped, and
-            augmentations differ until the end of the epoch.
+            run is exact even with random augmentation. With `fast`, workers load no trained batches again,
+            and augmentations differ until the end of the epoch.
         changed_data: Applies if the dataset's length or the batch size has changed since a save within an
             epoch. `refuse` stops the resumed run with an error, and `continue` accepts the change.
 

@@ -142,7 +142,7 @@ class TorchCompile(Managed):
         dynamic: True makes graphs for all shapes in the first step, and False makes one graph per shape. With
             None, a graph for all shapes is made when shapes change for the first time.
         fullgraph: Raise an error at a graph break, instead of reporting the break.
-        cache_dir: Folder in which inductor keeps compiled code for the next run. None takes torch's folder.
+        cache_dir: Folder in which inductor keeps compiled code for the next run; None keeps torch's default.
             The environment variable `TORCHINDUCTOR_CACHE_DIR` takes precedence.
 
     Raises:

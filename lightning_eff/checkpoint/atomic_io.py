@@ -40,7 +40,7 @@ _TO_TORCH = Remedy("checkpoint_io=torch", "TorchCheckpointIO()")
 
 @dataclass
 class Statistics:
-    """Counts of one run."""
+    """Counts, bytes and seconds of the saves and loads in one run."""
 
     num_saves: int = 0  # checkpoints that the disk has confirmed
     saved_bytes: int = 0

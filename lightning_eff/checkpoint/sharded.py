@@ -7,9 +7,9 @@
 
 atomic_io.py calls `save` and `verified_index` for strategies that shard parameters. In the index, an outline
 replaces each sharded tensor. An outline is a `meta` tensor, which has a shape and a dtype but no values. The
-tensor's rows are the rows of all shards, in rank order. Each shard stores rows under the path where the
-tensor first appears in the checkpoint. A rank saves its rows without a gather. On loading, each outline
-becomes a `LazyShardedTensor`, which reads only the requested rows.
+rows of a sharded tensor are the rows of all shards, in rank order. Each shard stores a tensor's rows under
+the path where the tensor first appears in the checkpoint. A rank saves its rows without a gather. On loading,
+each outline becomes a `LazyShardedTensor`, which reads only the requested rows.
 
 Every file is written by `torch.save`, contains its own SHA-256 (digest.py), appears in one step
 (atomic_write.py), and holds only tensors and plain values. A save writes shards under new names, replaces the
@@ -219,7 +219,7 @@ def read_index(path: Path) -> Index:
 
 
 def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
-    """Verify a folder's index and every `num_ranks`-th shard, starting at `rank` (by default all).
+    """Verify a folder's index and this rank's fraction of the shards; by default, verify all shards.
 
     Raises:
         CheckpointError: A file is missing, damaged, or from another save; the error names the file.
@@ -446,14 +446,14 @@ def remove(path: Path) -> None:
     """Remove a checkpoint, index first, so that a kill leaves no partial checkpoint; other files stay."""
     (path / INDEX).unlink()
     for file in _shards_in(path):
-        file.unlink(missing_ok=True)  # another rank may be cleaning up
+        file.unlink(missing_ok=True)  # another rank may remove files at the same time
     remove_temporary_files(path)
     with contextlib.suppress(OSError):  # the folder still holds other files
         path.rmdir()
 
 
 def clean_up(path: Path) -> list[Path]:
-    """Remove files that no index names from a folder without a writer, then the folder if it is empty."""
+    """Remove the files that no index names, if the folder has no writer; then remove an empty folder."""
     # List the shards first, then look for locks. A save that began before the listing then still holds its
     # lock, or has already replaced the index.
     shards = _shards_in(path)
@@ -465,7 +465,7 @@ def clean_up(path: Path) -> list[Path]:
         try:
             token = read_index(path).token
         except (CheckpointError, OSError):
-            return removed  # a damaged index: the user decides about the shards that it names
+            return removed  # keep all shards of a damaged index: the user decides about them
     for file in shards:
         # A file without a digest was not written by this package, whatever its name is.
         if f"-{token}-" not in file.name and has_digest(file):

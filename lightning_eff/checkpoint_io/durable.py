@@ -9,8 +9,8 @@ values are unpickled, so no code in a checkpoint runs. A checkpoint also names o
 removes later. This plugin removes a file only if the plugin wrote it, in a folder that this run saves to. So
 a foreign checkpoint cannot choose which files are deleted.
 
-A checkpoint with non-finite weights is not saved. The error ends the run, and the last finite checkpoint
-stays.
+A checkpoint with non-finite weights is not saved. Such a save ends the run with an error, and the last finite
+checkpoint stays.
 
 With `asynchronous`, the state is serialized into memory at the call, and a thread writes the bytes, one save
 at a time. A removal waits for the save that came before, and is skipped if that save failed. An error in the

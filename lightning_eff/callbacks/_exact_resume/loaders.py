@@ -6,7 +6,7 @@ Fabric or a custom loop. A resumed pass runs in three steps:
 1. Set the random states that the saved pass began with. The sampler then draws the same order, and workers
    get the same seeds.
 2. Skip the batches that were already trained on, and draw only their indices. If workers may draw random
-   numbers, or if the dataset has no indices, these batches are loaded and dropped.
+   numbers, or if the dataset has no indices, the skipped batches are loaded and dropped.
 3. Set the random states from the save, so that the next training step draws the same numbers.
 
 In torch 2.13, `iter(loader)` first calls `iter(sampler)` and then draws the workers' seed. The sampler draws
@@ -53,8 +53,8 @@ NUM_HASHED = 16
 class IndexStream:
     """Wraps a loader's batch sampler, so that a resumed pass can skip batches without loading their samples.
 
-    A loader calls `iter` on this stream, then draws its workers' seed, then requests the first indices. The
-    sampler repeats the saved order only if the saved random states are set at the call and at the request.
+    A loader calls `iter` on this stream, then draws its workers' seed, then requests the first indices. To
+    repeat the saved order, the random states must be as saved at the call of `iter` and at this request.
 
     Args:
         source: The loader's batch sampler, or the sampler of a loader without batches. The name `sampler` is
@@ -335,7 +335,7 @@ class ExactLoader(LoaderWrapper):
             if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
             self.run.restore(saved.start)
-            indices = iter(self.stream.source)  # some samplers draw here, others with the first index
+            indices = iter(self.stream.source)  # draws the order of some samplers; others draw with an index
             self._begin_order(saved)
             deque(itertools.islice(self.stream.hashed(indices), len(saved.hashes)), maxlen=0)
         self.check_order(saved)
@@ -409,7 +409,7 @@ class StatefulExactLoader(ExactLoader):
 class StandaloneLoader(ExactLoader):
     """A loader for use without a Trainer; its state has the position and random states of each rank.
 
-    Under Fabric, this class replaces Fabric's loader, sets the sampler's epoch, and moves batches to its device.
+    Under Fabric, this class replaces Fabric's loader, sets the sampler's epoch, and moves batches to the GPU.
     Fabric's loader would begin a pass only at the first batch, too late for the random states of the pass.
     """
 
