@@ -349,7 +349,7 @@ class AdapterCheckpointHooks:
 
     @classmethod
     def attach(cls, module: pl.LightningModule) -> AdapterCheckpointHooks:
-        """Return the module's existing hooks, or new ones."""
+        """Return the hooks that the module already has, or attach new hooks."""
         attached = getattr(module.__dict__.get("on_save_checkpoint"), "__self__", None)
         return attached if isinstance(attached, cls) else cls(module)
 

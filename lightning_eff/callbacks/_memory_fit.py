@@ -3,10 +3,10 @@
 `callbacks/gradient_checkpointing` calls this module for `policy="fit"`. A step is recorded on fake tensors
 once per policy, with the same policy for all blocks. A new segment of the recording starts where the forward
 or backward pass of a block starts, and belongs to that block. Each segment has a net change of live bytes,
-and a maximum rise of live bytes above its start. Change and rise depend only on the policy of the segment's
-block, because a block saves its input whatever the policy of the previous block is. So a few recordings give
-the peak of every mixture of policies. The peak is the maximum, over all segments, of the segment's rise plus
-the net changes of all earlier segments.
+and a maximum rise of live bytes above its start. The net change and the rise depend only on the policy of the
+segment's block, because a block saves its input under every policy of the previous block. So a few recordings
+give the peak of every mixture of policies. The peak is the maximum, over all segments, of the segment's rise
+plus the net changes of all earlier segments.
 
 The search for the cheapest mixture within a budget is exact, and extends partial choices block by block. A
 partial choice is dropped if another partial choice costs no more and holds no more bytes in every later
@@ -283,7 +283,7 @@ class MemoryFit:
             accumulate_grad_batches=1 if is_accumulating else self._accumulate_grad_batches,
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            max_steps=trainer.max_steps, max_epochs=trainer.max_epochs,  # schedules read both
+            max_steps=trainer.max_steps, max_epochs=trainer.max_epochs,  # learning-rate schedules read both
         )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def remade(technique: Any, **changed: Any) -> Any:
         # `given_x` holds the argument `x` if a base class already uses the attribute `x` (core/technique.py).
         name: changed.get(name, getattr(technique, f"given_{name}", getattr(technique, name, None)))
         for name in inspect.signature(type(technique)).parameters
-        if name != "scaler"  # the scaler is on the run's device
+        if name != "scaler"  # a scaler belongs to the run's device
     }
     return type(technique)(**arguments)
 
@@ -387,7 +387,7 @@ def _undominated(used: Numbers, costs: Numbers) -> list[int]:
 
     A row is dropped if another row costs no more and uses no more bytes in every segment.
     """
-    different = np.unique(used, axis=1)  # equal columns give the same comparison
+    different = np.unique(used, axis=1)  # equal columns would repeat a comparison
     kept: list[int] = []
     # Rows are sorted by costs and then by bytes, so only an earlier row can dominate a row.
     for row in np.lexsort([different.sum(axis=1), *costs.T[::-1]]):

@@ -4,8 +4,8 @@ The forward pass of a block keeps only the block's inputs. When the backward pas
 the block, the block runs again. The policies are:
 
 - `full` recomputes every repeated block, and `every_n` recomputes one block in n.
-- `selective` recomputes all operations except matrix products, convolutions and attention. An output of these
-  three is recomputed too if the block modifies the output in place, as recurrent layers do.
+- `selective` recomputes all operations except matrix products, convolutions and attention. If a block changes
+  an output in place, as recurrent layers do, `selective` also recomputes that output.
 - `offload` recomputes like `full`, and keeps the blocks' inputs in host memory.
 - `budget` lets the compiler choose which activations to keep, up to a fraction of all activations.
 - `fit` chooses `keep`, `selective`, `full` or `offload` for each block, with the fewest FLOPs that give a

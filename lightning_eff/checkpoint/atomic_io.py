@@ -42,7 +42,7 @@ _TO_TORCH = Remedy("checkpoint_io=torch", "TorchCheckpointIO()")
 class Statistics:
     """Counts, bytes and seconds of the saves and loads in one run."""
 
-    num_saves: int = 0  # checkpoints that the disk has confirmed
+    num_saves: int = 0  # checkpoints that are on the disk
     saved_bytes: int = 0
     writing_s: float = 0.0  # from a save's start until the disk has confirmed it
     waited_s: float = 0.0  # seconds of `writing_s` that blocked the run; all without `asynchronous`

@@ -18,7 +18,7 @@ thread is raised at the next save, at the next load, or at the end of the run.
 
 Saves: the checkpoint, which after a kill or on a full disk is either complete or absent.
 Costs: computing the SHA-256 at each save and load (0.25 to 2 GB/s), and waiting for the disk at each save.
-    With `asynchronous`, a thread does this work at a save, and needs host memory of the checkpoint's size.
+    With `asynchronous`, a thread hashes and writes, and a save needs host memory of the checkpoint's size.
 When not: checkpoints on object stores (`s3://`), which need `checkpoint_io=torch`.
 Conflicts: FSDP2's ranks write checkpoint folders synchronously, even with `asynchronous`. This plugin
     verifies, loads and removes FSDP2's folders like files. Folders of other formats are not touched. Paths

@@ -238,7 +238,7 @@ class ExactLoader(LoaderWrapper):
         return saved
 
     def _compare(self, saved: Position) -> None:
-        """Compare the dataset and the sampler with the saved position; reject changes, or report changes."""
+        """Compare the dataset and the sampler with the saved position; reject or report a change."""
         run, current = self.run, self.position(0)
         num_saved = 0 if run.pending is None else len(run.pending.loaders)
         # Possible changes, as (saved value, current value, description).

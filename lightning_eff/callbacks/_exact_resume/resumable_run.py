@@ -215,8 +215,8 @@ class ResumableRun:
     def resume(self, positions: list[RankPosition]) -> None:
         """Let the next passes begin at the positions of a checkpoint, one per saved rank.
 
-        If the number of ranks has changed, the new ranks divide the remaining samples of the epoch, and draw
-        other random numbers than the saved ranks would.
+        If the number of ranks has changed, the ranks of this run divide the remaining samples of the epoch.
+        Random numbers then differ from those of an uninterrupted run.
         """
         self.num_saved_ranks = len(positions)
         # A rank without a saved position uses another rank's, because all ranks divide the same samples.
