@@ -142,6 +142,7 @@ def _exported_config(model: nn.Module, prefix: str, part: nn.Module) -> PeftConf
         names = getattr(config, key, None)
         if isinstance(names, (list, set, tuple)):
             setattr(config, key, sorted(str(name).removeprefix(prefix) for name in names))
+    # A regular expression for names in the full model may not fit the exported part, so list the layers.
     if isinstance(getattr(config, "target_modules", None), str):
         layers = [name.removeprefix(prefix) for name in adapted_layers(model)]
         config.target_modules = exact_targets(layers, part)

@@ -113,7 +113,7 @@ def make_config(
     """Build a method's config; the arguments are as in `PeftAdapter`.
 
     Raises:
-        ConfigError: PEFT has no such method, or the method has no such option or value.
+        ConfigError: PEFT has no method of this name, or an option or its value does not fit the method.
 
     Example:
         >>> make_config("lora", {"r": 4}, "all-linear", None).r
@@ -132,6 +132,7 @@ def make_config(
     saved = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
     arguments: dict[str, Any] = {"modules_to_save": list(saved)} if saved else {}
     arguments["target_modules"] = targets if targets is None or isinstance(targets, str) else list(targets)
+    # The user's options come last, so that they override the defaults.
     try:
         return kind(**arguments | DEFAULTS.get(method, {}) | dict(options))
     except (ValueError, TypeError) as error:
@@ -349,6 +350,7 @@ def _reject_tied_copies(model: nn.Module, config: Any) -> None:
     tokens = getattr(config, "trainable_token_indices", None)
     trains_tokens = bool(tokens) or name_of_method(config) == "trainable_tokens"
     for name, module in model.named_modules():
+        # PEFT trains a copy of a module in `modules_to_save`, and the copy's weight is no longer tied.
         is_copied = any(f".{name}".endswith(f".{end}") for end in saved)
         is_token_table = trains_tokens and not is_hugging_face and isinstance(module, nn.Embedding)
         tied = tied_parameters(model, module) if is_copied or is_token_table else {}
@@ -368,8 +370,8 @@ def plain_module(model: nn.Module) -> Generator[None]:
     """Let PEFT treat a model as a plain module, until the context ends.
 
     PEFT mistakes a model with an attribute `config`, or with Lightning's device mesh, for a Hugging Face
-    model, so both attributes are hidden. The model gets the flags of quantized layers, by which PEFT chooses
-    its layer classes. Warnings about options that PEFT 0.21 corrects, and about PEFT's calls of transformers,
+    model, so the two attributes are hidden. The model gets the flags of quantized layers, by which PEFT
+    chooses its layer classes. Warnings about options that PEFT 0.21 corrects, and about PEFT's calls of transformers,
     are ignored.
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__

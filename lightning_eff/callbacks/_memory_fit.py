@@ -72,7 +72,7 @@ class UnpredictableError(Exception):
 class Segments:
     """A recorded step, cut where the forward and backward passes of blocks start.
 
-    Each list and array has one entry per segment. `net` is the change of live bytes from the start to the end
+    All lists and arrays have one entry per segment. `net` is the change of live bytes from the start to the end
     of a segment. `rise` is the maximum of live bytes in a segment, minus the live bytes at the start. `flops`
     are the FLOPs in a segment, and `moved_bytes` are the bytes moved to the host.
     """
@@ -252,7 +252,7 @@ class MemoryFit:
         num_batches = trainer.num_training_batches
         with ExitStack() as stack:
             if Fakes.opened() is None:
-                stack.enter_context(real_tensors())  # the report must not count these steps
+                stack.enter_context(real_tensors())  # the report must not count predicted steps
                 stack.enter_context(self._fakes)
                 stack.enter_context(CudaOperators(gpu.capability if gpu is not None else 0))
                 stack.enter_context(devices.predicted(gpu))

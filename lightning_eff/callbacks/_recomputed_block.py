@@ -230,7 +230,7 @@ class RecomputedBlock:
         @contextmanager
         def first() -> Generator[None]:
             autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-            # `pack` and `unpack` are the checkpoint's own hooks. `unpack` recomputes: wrap it for its errors.
+            # These are the checkpoint's own hooks. `unpack` runs the recomputation, which may raise errors.
             pack, unpack = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
 
             def explained(saved: Any) -> Any:
@@ -266,6 +266,7 @@ class RecomputedBlock:
     def _explanation(self, error: RuntimeError) -> str:
         """Explain an error of this block's checkpoint; return an empty text for any other error."""
         text = str(error)
+        # A `RecomputationError` already has an explanation.
         if isinstance(error, RecomputationError):
             return ""
         if "modified by an inplace operation" in text:

@@ -354,8 +354,8 @@ class FetchedBatch:
 class PrefetchLoader(dataloaders.LoaderWrapper):
     """Wraps a training loader, to use another number of workers and to copy batches to the device early.
 
-    A second iteration during a pass, for example to look at some images, iterates the wrapped loader. Such an
-    iteration takes no batches from training.
+    A second iteration during a pass, for example to look at some images, iterates the wrapped loader. The
+    second iteration takes no batches from training.
 
     Args:
         loader: The wrapped loader.

@@ -137,6 +137,7 @@ class ExactResume(Managed):
             try:
                 return method()
             finally:
+                # Restore after an error too, because a checkpoint may still be saved.
                 self._run.restore(self._run.isolated)
                 self._run.isolated, self._training_flags = None, {}
 
@@ -208,6 +209,7 @@ class ExactResume(Managed):
             self._run.is_before_epoch = self._run.pending is not None and self._run.pending.is_over
         saved = {*checkpoint.get("callbacks", {}), *stamp.get("states", {})}
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        # Report callbacks that have a state in this run, but no state in the checkpoint.
         for callback in callbacks:
             if not {callback.state_key, name_of(callback)} & saved and callback.state_dict():
                 self._run.did.append(f"no saved state of {type(callback).__name__}")

@@ -131,7 +131,7 @@ class PeftAdapter(Managed):
     Raises:
         CheckpointError: A checkpoint belongs to another adapter or base, or the adapter cannot be saved.
         ConfigError: The method, an option or a layer is unknown, or the method does not fit the model.
-        ConflictError: Something in the run cannot be combined with adapters.
+        ConflictError: A technique, callback or strategy in the run cannot be combined with adapters.
         GradientError: After the first step, a trainable parameter has no gradient or belongs to no optimizer.
 
     Warns:

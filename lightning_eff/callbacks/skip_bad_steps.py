@@ -174,7 +174,7 @@ class SkipBadSteps(Managed):
         if self.max_deviations is None or len(self._norms) < min(MIN_NORMS, self.last_n_steps):
             return math.inf
         median = statistics.median(self._norms)
-        # 1.4826 times the median absolute deviation of a normal distribution is its standard deviation.
+        # For a normal distribution, 1.4826 times the median absolute deviation is the standard deviation.
         deviation = 1.4826 * statistics.median(abs(norm - median) for norm in self._norms)
         return median + self.max_deviations * max(deviation, MIN_DEVIATION * median)
 

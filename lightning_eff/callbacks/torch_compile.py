@@ -363,9 +363,9 @@ def cache_in(folder: Path | None) -> Generator[Path]:
     """Keep compiled graphs and kernels in a folder until the context ends; yield the folder that is used.
 
     Inductor and Triton name each file by a hash of its sources, so a file is never used for another model,
-    torch version or GPU. Both write by rename and use locks, so ranks and runs may share a folder. torch's
-    default folder is in the system's temporary folder, which containers and clusters empty. Folders set in
-    the environment take precedence, because a cluster's administrator knows which disks have space.
+    torch version or GPU. Inductor and Triton write by rename and use locks, so ranks and runs may share a
+    folder. By default, torch uses the system's temporary folder, which containers and clusters empty. Folders
+    set in the environment take precedence, because a cluster's administrator knows which disks have space.
 
     Args:
         folder: Folder to use, created if it is missing; None keeps torch's default.

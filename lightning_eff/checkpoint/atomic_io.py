@@ -231,6 +231,7 @@ class AtomicFiles(CheckpointIO):
         try:
             reason = self._reason_to_keep(_resolve_folder(target))
             if not reason:
+                # A link is removed, but not its target.
                 is_folder = target.is_dir() and not target.is_symlink()
                 sharded.remove(target) if is_folder else target.unlink()
         except OSError as error:

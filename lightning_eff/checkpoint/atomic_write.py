@@ -126,6 +126,7 @@ def atomic_folder(folder: Path) -> Generator[Path]:
     temporary.mkdir(mode=0o700)
     try:
         yield temporary
+        # So far only the owner can read the folder.
         temporary.chmod(0o777 & ~_umask())
         temporary.rename(folder)
     except BaseException:
