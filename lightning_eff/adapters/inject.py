@@ -342,7 +342,7 @@ def _reject_tied_copies(model: nn.Module, config: Any) -> None:
     """Reject `modules_to_save` and trained tokens whose weight is tied, as only a copy would be trained.
 
     If the outermost module is a Hugging Face model, PEFT itself ties trained tokens. With
-    `ensure_weight_tying`, PEFT also ties `modules_to_save` in such a model.
+    `ensure_weight_tying`, PEFT also ties `modules_to_save` of a Hugging Face model.
     """
     is_hugging_face = isinstance(model, PreTrainedModel)
     is_tied_by_peft = is_hugging_face and getattr(config, "ensure_weight_tying", False)
@@ -371,8 +371,8 @@ def plain_module(model: nn.Module) -> Generator[None]:
 
     PEFT mistakes a model with an attribute `config`, or with Lightning's device mesh, for a Hugging Face
     model, so the two attributes are hidden. The model gets the flags of quantized layers, by which PEFT
-    chooses its layer classes. Warnings about options that PEFT 0.21 corrects, and about PEFT's calls of transformers,
-    are ignored.
+    chooses its layer classes. Warnings about options that PEFT 0.21 corrects, and about PEFT's calls of
+    transformers, are ignored.
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}

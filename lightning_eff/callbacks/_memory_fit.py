@@ -72,9 +72,9 @@ class UnpredictableError(Exception):
 class Segments:
     """A recorded step, cut where the forward and backward passes of blocks start.
 
-    All lists and arrays have one entry per segment. `net` is the change of live bytes from the start to the end
-    of a segment. `rise` is the maximum of live bytes in a segment, minus the live bytes at the start. `flops`
-    are the FLOPs in a segment, and `moved_bytes` are the bytes moved to the host.
+    All lists and arrays have one entry per segment. `net` is the change of live bytes from the start to the
+    end of a segment. `rise` is the maximum of live bytes in a segment, minus the live bytes at the start.
+    `flops` are the FLOPs in a segment, and `moved_bytes` are the bytes moved to the host.
     """
 
     peak_bytes: int

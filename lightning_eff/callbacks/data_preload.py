@@ -15,7 +15,7 @@ Costs: host memory for each worker, and device memory for the batches that are r
     `num_workers=2`, nothing is measured. Samples draw other random numbers in workers than without workers.
     Samplers that draw one index at a time also draw other random numbers. Streams and stateful loaders keep
     their number of workers.
-When not: samples that load fast; no workers are used then.
+When not: samples that load fast, because no workers are then used.
 Conflicts: none. With custom hooks that move batches (`transfer_batch_to_device`, `on_before_batch_transfer`),
     no batch is copied ahead of use.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html

@@ -394,7 +394,7 @@ def new_save(path: Path) -> Generator[str]:
     the link is replaced, not its target.
 
     Raises:
-        CheckpointError: `path` is a file, or a folder with other content, and is left untouched.
+        CheckpointError: `path` is a file, or a folder with other content; its content stays unchanged.
         OSError: The disk failed.
     """
     if path.is_symlink():
