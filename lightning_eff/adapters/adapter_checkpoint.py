@@ -102,7 +102,7 @@ class Fingerprint:
         self._digests_by_name: dict[str, tuple[Tensor, int, torch.dtype, str]] = {}
 
     def record(self, module: nn.Module) -> dict[str, Any]:
-        """Return the fingerprint in plain types, in the format of a checkpoint."""
+        """Return a module's fingerprint in plain types, for a checkpoint."""
         return {"tensors": self._hash(module, {})}
 
     def check(self, module: nn.Module, record: Any) -> None:
@@ -273,7 +273,7 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
 def load_adapter(
     model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None = None
 ) -> None:
-    """Load an adapter, or a full model with adapters, into a model with its base and new adapters.
+    """Load an adapter, or a full model with an adapter, into a model that has its base and new adapters.
 
     Raises:
         CheckpointError: The checkpoint does not fit the model; nothing has been assigned.
@@ -346,7 +346,7 @@ def _check_tensors(
 
 
 class AdapterCheckpointHooks:
-    """Extends the checkpoint hooks of a LightningModule with adapters."""
+    """Extends the checkpoint hooks of a LightningModule that has adapters."""
 
     @classmethod
     def attach(cls, module: pl.LightningModule) -> AdapterCheckpointHooks:

@@ -1,6 +1,6 @@
 """Write adapters in PEFT's format, or a model with merged adapters, for use without lightning_eff.
 
-The command `export` calls this module. PEFT collects the tensors, writes its config and merges the adapters.
+The command `export` calls this module. PEFT collects the tensors, writes the config and merges the adapters.
 This module restores the names of a model without adapters. If a LightningModule's only state is a Hugging
 Face model, names are relative to that model, so that `PeftModel.from_pretrained` accepts the files. Otherwise
 names are relative to the LightningModule.
@@ -100,7 +100,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
 
 
 def save_full_model(model: nn.Module, folder: Path) -> None:
-    """Write a model without adapters as safetensors, with each tied weight once.
+    """Write a model without adapters as safetensors, and store each tied weight once.
 
     For a Hugging Face model, also write the tokenizer and the config, which is corrected for untied weights.
     """

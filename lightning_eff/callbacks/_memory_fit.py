@@ -206,7 +206,7 @@ class MemoryFit:
         except UnpredictableError as error:
             reason = str(error)
         own = [POLICIES.index(chosen.get(name, KEEP)) for name in names]
-        # If ranks differ, take the policy that saves most, which has the largest index in `POLICIES`.
+        # If ranks differ, take the policy that saves the most memory: the largest index in `POLICIES`.
         has_failed, *indices = self._most([bool(reason), *own])
         if has_failed:
             raise _not_predicted(reason or "on another rank")

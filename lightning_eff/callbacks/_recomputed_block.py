@@ -154,7 +154,7 @@ class RecomputedBlock:
         self._is_recomputing = False
         untraced: Any = torch.compiler.disable  # the block may be compiled, but not these hooks
         self._handles = [
-            # Prepend, so that other hooks, which may change the inputs, run inside the checkpoint both times.
+            # Prepend, so that other hooks, which may change the inputs, run again in the recomputation.
             block.register_forward_pre_hook(untraced(self._before), with_kwargs=True, prepend=True),
             block.register_forward_hook(untraced(self._after), prepend=True, always_call=True),
         ]

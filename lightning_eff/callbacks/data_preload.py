@@ -59,7 +59,7 @@ NUM_BATCHES, MAX_BATCHES = 4, 512
 MIN_WAIT = 0.1
 """The technique is suggested if a run spends more than this fraction of its time waiting for data."""
 MAX_TIME_RATIO = 0.9
-"""A larger number of workers is chosen only if a batch takes less than this fraction of the previous time."""
+"""A larger number of workers is chosen only if a batch takes less than this fraction of the best time."""
 MAX_EPOCH_FRACTION = 0.05
 """Limit on the total time of all trials, as a fraction of an epoch's loading time."""
 START_S = 0.1

@@ -84,7 +84,7 @@ class ExactResume(Managed):
         self._previous: Any = self
         self._last: RankPosition | None = None
         self._saved_flags: dict[str, list[str]] = {}
-        """Flags from the checkpoint, until the first epoch begins."""
+        """Flags from the checkpoint; empty after the flags were restored in the first epoch."""
         self._training_flags: dict[str, list[str]] = {}
         """Flags from before the validation that is running now."""
 
@@ -329,7 +329,7 @@ def _begin_next_epoch(loop: Any) -> None:
     progress = inner.batch_progress
     if not (loop.restarted_mid_epoch and inner.restarted_on_train_batch_end and progress.is_last_batch):
         return
-    loop.reset_restart_stage()  # otherwise Lightning skips counting the epoch and `on_train_epoch_start`
+    loop.reset_restart_stage()  # otherwise Lightning skips the epoch's count and its start hooks
     if loop.max_batches == float("inf"):  # otherwise Lightning continues the last epoch's batch count
         progress.current.reset()
         progress.current.completed = -1  # Lightning is about to count the last batch as completed

@@ -114,7 +114,7 @@ def adapt(
 
 
 class PeftAdapter(Managed):
-    """Train adapters in place of the model's own parameters.
+    """Train adapters instead of the model's own parameters.
 
     Args:
         method: PEFT's name of the method: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...

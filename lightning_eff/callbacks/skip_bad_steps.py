@@ -140,7 +140,7 @@ class SkipBadSteps(Managed):
         self._loop.is_step_skipped = lambda: self._is_skipped
 
     def _begin(self, trainer: pl.Trainer) -> None:
-        """Save the state before the batches of a step."""
+        """Save the state before the first batch of a step."""
         self._is_bad = self._is_skipped = False
         if trainer.optimizers[0] is not self._gated:  # in the first step, or replaced by a callback
             self._gate(trainer.optimizers[0], trainer)
@@ -223,7 +223,7 @@ class SkipBadSteps(Managed):
         self._gated = optimizer
 
     def _skip(self, trainer: pl.Trainer) -> None:
-        """Restore the state before the batches of this step, and log the batches."""
+        """Restore the state from before the batches of this step, and log these batches."""
         attributes = vars(trainer.lightning_module)
         # Lightning keeps the name of the running hook here, for `self.log`. Do not restore an earlier name.
         hook = attributes.get("_current_fx_name")

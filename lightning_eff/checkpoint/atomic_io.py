@@ -60,7 +60,7 @@ class AtomicFiles(CheckpointIO):
         asynchronous: Write in a thread, from a copy of the state at the call.
 
     Raises:
-        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has non-finite
+        CheckpointError: A checkpoint cannot be written (the previous file is unchanged), has non-finite
             weights, is damaged, or holds more than tensors and plain values.
     """
 
@@ -245,7 +245,7 @@ class AtomicFiles(CheckpointIO):
     def _reason_to_keep(self, path: Path) -> str:
         """Return the reason to keep a file, or an empty text if the file may be removed."""
         is_own, is_folder = path in self._own_files, sharded.is_sharded_checkpoint(path)
-        # ModelCheckpoint reads the paths of files to remove from a checkpoint, which may be foreign.
+        # ModelCheckpoint takes the paths of old files from the loaded checkpoint, which may be foreign.
         if path.parent not in self._own_folders and not is_own:
             return "it lies outside the folders that this run saves to"
         if path.is_symlink():

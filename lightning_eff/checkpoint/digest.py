@@ -30,7 +30,7 @@ NUM_COMMENT_BYTES = len(DIGEST_PREFIX) + NUM_DIGEST_BYTES
 FIRST_BYTES = b"PK\x03\x04"
 END_RECORD = b"PK\x05\x06"
 NUM_END_BYTES = 22
-"""Length of an archive's end record without a comment; its last two bytes hold the comment's length."""
+"""Length of an archive's end record without a comment; the last two bytes are the comment's length."""
 _CHUNK_BYTES = 1 << 22
 _UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
 """Errors that `zipfile` raises for a damaged archive."""

@@ -140,10 +140,10 @@ def optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Set each optimizer's state and its groups' options from torch's layout.
+    """Load the state of each optimizer, and the options of its groups, from torch's layout.
 
     Raises:
-        CheckpointError: The numbers of parameters per group differ.
+        CheckpointError: The saved groups have other numbers of parameters.
     """
     for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
         load_optimizer(self.sharded_state(optimizer), saved)
@@ -151,10 +151,10 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def load_optimizer(sharded: ShardedState, saved: Mapping[str, Any]) -> None:
-    """Set an optimizer's state and its groups' options from torch's layout.
+    """Load an optimizer's state, and the options of its groups, from torch's layout.
 
     Raises:
-        CheckpointError: The numbers of parameters per group differ.
+        CheckpointError: The saved groups have other numbers of parameters.
     """
     saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     sizes = [len(group) for group in sharded.groups]

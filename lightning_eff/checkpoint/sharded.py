@@ -443,7 +443,7 @@ def write_index(path: Path, token: str, digests: list[str], checkpoint: Mapping[
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, index first, so that a kill leaves no partial checkpoint; other files stay."""
+    """Remove a checkpoint, first its index, so that a kill leaves no partial checkpoint; keep other files."""
     (path / INDEX).unlink()
     for file in _shards_in(path):
         file.unlink(missing_ok=True)  # another rank may remove files at the same time

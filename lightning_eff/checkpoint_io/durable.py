@@ -49,7 +49,7 @@ class Durable(AtomicFiles):
             is synchronous, because no later call would wait for the thread.
 
     Raises:
-        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has non-finite
+        CheckpointError: A checkpoint cannot be written (the previous file is unchanged), has non-finite
             weights, is damaged, or holds more than tensors and plain values.
         ConfigError: A flag is neither True nor False.
 
