@@ -1,8 +1,8 @@
-"""Training-efficiency techniques for PyTorch Lightning, one plugin each.
+"""Training-efficiency techniques for PyTorch Lightning; each technique is one plugin.
 
 Public names are imported on first use (PEP 562), so `import lightning_eff` imports neither torch nor
-Lightning. A technique is found by its file: `lightning_eff.EmptyCache` is in `callbacks/empty_cache.py`.
-`__init__.pyi` has the types of all public names; `make stubs` writes it.
+Lightning. The name of a technique leads to its file: `lightning_eff.EmptyCache` is in
+`callbacks/empty_cache.py`. `make stubs` writes `__init__.pyi`, which has the types of all public names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TECHNIQUE_FOLDERS = (
     "scheduler",
     "monitors",
 )
-"""Folders with one technique per module. Its class has the module's name without underscores, in any
-case, optionally followed by the folder's name: `precision/auto` is AutoPrecision."""
+"""Folders with one technique per module. The technique's class has the name of the module in CamelCase,
+sometimes followed by the folder's name: `precision/auto` has the class AutoPrecision."""
 PUBLIC = {
     "ExactGradient": "lightning_eff.microbatching.fabric",
     "FSDP2Fabric": "lightning_eff.strategy.fsdp2",
@@ -55,15 +55,16 @@ PUBLIC = {
     "to_float8": "lightning_eff.precision.float8",
     "token_logprobs": "lightning_eff.kernels.cross_entropy",
 }
-"""Public names besides the techniques, by module; a technique's class takes precedence over a name here."""
+"""By public name: its module, except for techniques; a technique's class has precedence over these names."""
 
 
 @functools.cache
 def public_names() -> dict[str, str]:
-    """Return the module of each public name; files are read for techniques, not imported."""
+    """Return the module of each public name; the files of techniques are read, but not imported."""
     found = dict(PUBLIC)
     for folder in TECHNIQUE_FOLDERS:
         for file in sorted((Path(__file__).parent / folder).glob("[a-z]*.py")):
+            # A file may define helper classes too, so compare each class with the file's name.
             names = re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
             promised = [
                 name for name in names if name.lower() in (file.stem.replace("_", ""), f"{file.stem}{folder}")
@@ -77,6 +78,7 @@ def __getattr__(name: str) -> Any:
         return list(public_names())
     module_name = public_names().get(name)
     if module_name is None:
+        # Imported only for an error, to keep `import lightning_eff` fast.
         import difflib
 
         close = difflib.get_close_matches(name, public_names(), n=1)

@@ -1,7 +1,7 @@
 """The command `lightning-eff`: run a verb, and turn its errors into a few lines and an exit code.
 
-`--help`, `ls` and completion must answer in under a second, so nothing here imports torch, Lightning or
-Hydra.
+`--help`, `ls` and completion must answer in under a second, so this module does not import torch, Lightning
+or Hydra.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ GOES_ON = {
     "train": "; ckpt_path=auto resumes from this command's newest checkpoint, if it has saved one",
     "tune": "; the same command continues with the trials measured so far",
 }
-"""Advice printed for an interrupted verb that can continue."""
+"""Advice to print if a verb was interrupted, for verbs that a second command can continue."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        arguments: The words after the program's name; None takes them from the command line.
+        arguments: Words after the program's name; with None, they are read from the command line.
 
     Example:
         >>> main(["--version"]) == 0
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code != EXIT_OK:
             frames = "".join(traceback.format_exception(error)) if "--debug" in words else ""
             lines = "".join(f"{line}\n" for line in _error_lines(error, words)[:MAX_ERROR_LINES])
+            # The text of an error may contain a secret, and control characters of a file's content.
             sys.stderr.write(printable(hide_secrets(f"{frames}{lines}")))
         return code
 
@@ -56,13 +57,15 @@ def run() -> NoReturn:
     """Run the command and end the process with its exit code.
 
     When the interpreter of a CPU rank exits, gloo (torch 2.13) sometimes aborts, with plain DDP too, and the
-    exit code would report a failure. So a rank exits right after the libraries' exit handlers.
+    exit code reports a failure. To avoid this abort, a rank exits right after the libraries' exit handlers.
     """
     code = main()
+    # Not imported: verbs that do not train must not import torch.
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         sys.exit(code)
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] # noqa: SLF001 - loggers of services finish here
+    # `os._exit` does not flush Python's streams.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -81,13 +84,13 @@ def _dispatch(words: list[str]) -> int:
     from lightning_eff.core.log_filters import ignore_library_messages
 
     ignore_library_messages()
-    # For the user's own classes: a console script starts without the working directory on the path.
+    # For imports of the user's classes: a console script starts without the working directory on the path.
     sys.path.insert(0, str(Path.cwd()))
     return int(module.main(options))
 
 
 def _error_lines(error: BaseException, words: Sequence[str]) -> list[str]:
-    """Return root cause, line of code and the traceback's file; empty if another rank prints them."""
+    """Return root cause, line of code and the traceback's file; empty if another rank prints the error."""
     if error.__dict__.get("is_reported"):
         return []
     if isinstance(error, (SystemExit, KeyboardInterrupt)):

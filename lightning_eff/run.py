@@ -1,6 +1,6 @@
-"""Build a Trainer from a checked config and run `fit`: the only caller of Hydra's `instantiate`.
+"""Build a Trainer from a checked config and run `fit`; only this module calls Hydra's `instantiate`.
 
-`train`, `plan`, `compare`, `tune`, `export`, the planner and the verbs that evaluate call it.
+`train`, `plan`, `compare`, `tune`, `export`, the planner and the verbs that evaluate call this module.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from lightning_eff.optimizer.module import ModuleOptimizer
 log = logging.getLogger(__name__)
 
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, FileNotFoundError, MisconfigurationException)
-"""Errors that a constructor raises for bad arguments; any other error is a failure of the run."""
+"""Errors that a constructor raises for invalid arguments; all other errors are failures of the run."""
 
 
 @dataclass
 class Run:
-    """Everything that one `fit` needs, built from the config `values`."""
+    """Trainer, model and data of one `fit`, built from the config `values`."""
 
     trainer: pl.Trainer
     model: pl.LightningModule
@@ -68,19 +68,21 @@ class Run:
 
     @keep_overrides()
     def fit(self) -> dict[str, Any]:
-        """Train; return the efficiency report, empty without that monitor."""
+        """Train and return the efficiency report, which is empty without the monitor `EfficiencyReport`."""
         if self.is_finished and self.ckpt_path is not None:
             return read_ledger(self.ckpt_path.parent.parent)
         if self.trainer.is_global_zero:
             for folder in self.run_dir.parent.glob("*/checkpoints"):
-                # In the folders of all runs of this recipe: a run that died cannot clean up after itself.
+                # Search the folders of all runs of this recipe: a run that died could not clean up.
                 for path in remove_leftovers(folder):
                     log.info("removed %s, left by a run that died while saving", path)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / RESOLVED).write_text(yaml.safe_dump(dict(self.values), sort_keys=False))
-        # A run may end between two saves of ModelCheckpoint.
+        # A run may end between two saves of ModelCheckpoint, so add a callback that saves the last step. This
+        # callback runs before the efficiency report is written.
         rules.callbacks_of(self.trainer).append(_LastStepCheckpoint(self.run_dir / "checkpoints"))
         ignore_library_messages()
+        # Loggers are closed even if the run fails.
         with loggers.ended(self.trainer):
             given = {key: self.values[key] for key in ("task_name", "tags") if self.values.get(key)}
             for each in self.trainer.loggers if given else ():
@@ -93,7 +95,7 @@ class Run:
 
 
 class _LastStepCheckpoint(Checkpoint):
-    """Saves a checkpoint of the last step, after all others (by its base class) and before the report."""
+    """Saves a checkpoint of the last step; Lightning runs a `Checkpoint` after all other callbacks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -111,19 +113,19 @@ class _LastStepCheckpoint(Checkpoint):
 
 @keep_overrides()
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Launch | None = None) -> Run:
-    """Instantiate a checked config; nothing is written. `ckpt_path` is a path, `last` or `auto`.
+    """Instantiate a checked config without writing files; `ckpt_path` may be a path, `last` or `auto`.
 
-    `launch` describes how this process was started; None reads it from the environment.
+    `launch` describes how this process was started; with None, it is read from the environment.
 
     Raises:
         ConfigError: A constructor rejects a value, the checkpoint does not exist, or as in `check_parts`.
         ConflictError: Techniques exclude each other; raised before data and model are built.
-        EnvironmentLacksError: The machine lacks what a technique needs.
+        EnvironmentLacksError: The machine lacks a requirement of a technique.
         UsageError: A third-party class rejects its arguments.
     """
     launch = launch or Launch.of()
     restart = ray_worker.reported_checkpoint(run_dir) if launch.by == "ray" else None
-    # A worker that Ray restarts resumes from what it reported, whatever the recipe says.
+    # A worker that Ray restarts resumes from the checkpoint that the worker has reported to Ray.
     ckpt_path = restart or find_checkpoint(values, task_folder(values, recipe))
     values = with_base(values, ckpt_path)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
@@ -131,9 +133,10 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
     for callback in rules.callbacks_of(trainer):
         if isinstance(callback, EfficiencyReport):
             callback.recipe = recipe
+    # Check the rules before data and model are built, since building them may take minutes.
     rules.raise_rejected(rules.verdict_on(trainer))
     data = make("data", values["data"])
-    # Seed again: initial weights depend only on the seed, not on random numbers that techniques have drawn.
+    # Seed again, so that initial weights do not depend on random numbers that techniques have drawn.
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model = make("model", values["model"])
     is_own = type(model).__module__.partition(".")[0] == "lightning_eff"
@@ -157,19 +160,19 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
 def check_parts(
     values: Mapping[str, Any], trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
 ) -> None:
-    """Reject parts of a run that do not fit each other, before any data are prepared.
+    """Reject a model, data and techniques that do not fit each other, before any data are prepared.
 
-    A model may have a method `check_data(data)`, which raises ValueError for a data module that it cannot
-    use.
+    A model may have a method `check_data(data)`, which raises ValueError if the model cannot use the data
+    module.
 
     Raises:
-        ConfigError: The global batch does not fit, a monitor needs another module, or as in
+        ConfigError: The global batch does not fit the ranks, a monitor does not fit the model, or as in
             `choose_optimizers`.
-        ConflictError: A technique excludes something in the module.
+        ConflictError: A rule of a technique excludes a property of the model.
         UsageError: The model rejects the data.
     """
     choose_optimizers(trainer, model)
-    # Rules about the module. `plan` may have applied the other rules before, for another device.
+    # Raise only findings about the module. `plan` may have applied other rules before, for another device.
     applied = rules.run_facts(trainer)
     findings = rules.verdict_on(trainer, model)
     rules.raise_rejected(each for each in findings if each.found and each.rule.name not in applied)
@@ -184,10 +187,11 @@ def check_parts(
 
 
 def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
-    """Replace the model's `configure_optimizers` by the recipe's, or check that the model has one to keep.
+    """Replace the model's `configure_optimizers`; with `optimizer=module`, check that the method exists.
 
     Raises:
-        ConfigError: With `optimizer=module` the model has none; otherwise it optimizes manually.
+        ConfigError: With `optimizer=module`, the model has no `configure_optimizers`; with another optimizer,
+            the model uses manual optimization.
     """
     for callback in rules.callbacks_of(trainer):
         if isinstance(callback, OptimizerChoice):
@@ -197,22 +201,23 @@ def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
 
 
 def untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's settings without pretrained weights, since there is no memory to read them into."""
-    # Only for true: in a user's class another value may have another meaning.
+    """Return a model's settings without pretrained weights, which cannot be read on the meta device."""
+    # Replace only `true`: in a user's class, another value may have another meaning.
     return {**model, "pretrained": False} if model.get("pretrained") is True else model
 
 
 def model_without_memory(
     values: Mapping[str, Any], adapted_by: pl.Trainer | None = None
 ) -> pl.LightningModule:
-    """Instantiate only the model, on the meta device, with the adapters of `adapted_by` inserted.
+    """Instantiate only the model, on the meta device, and insert the adapters of the Trainer `adapted_by`.
 
-    Its output goes to stderr; its warnings are ignored, because it does not train. It raises what `build`
-    raises, and whatever its class raises for tensors without values.
+    The model's output goes to stderr, and its warnings are ignored, because this model is not trained. This
+    function raises the errors of `build`, and all errors that the model's class raises for meta tensors.
     """
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: pl.LightningModule = make("model", untrained(values["model"]))
+        # No Trainer calls this hook here; models that build their layers in it would stay empty.
         model.configure_model()
         for callback in rules.callbacks_of(adapted_by) if adapted_by is not None else ():
             if isinstance(callback, model_surgery.AddsAdapters):
@@ -221,28 +226,30 @@ def model_without_memory(
 
 
 def model_again(values: Mapping[str, Any]) -> pl.LightningModule:
-    """Instantiate a run's model on the CPU, with its base and fresh adapters, to load a checkpoint into.
+    """Instantiate a run's model on the CPU, with fresh adapters on its base, for loading a checkpoint.
 
-    A base that was quantized in the run is quantized here too. It raises what `build` raises.
+    A base that was quantized in the run is quantized here too. This function raises the errors of `build`.
     """
     pl.seed_everything(values["seed"], workers=True, verbose=False)
+    # Only the adapter and the precision change a checkpoint's keys; other techniques are left out.
     adapter = {k: v for k, v in (values.get("callbacks") or {}).items() if k == "peft_adapter"}
     on_cpu = values["trainer"] | {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
     only = {"trainer": on_cpu, "callbacks": adapter, "monitors": {}, "logger": None, "strategy": None}
     trainer = build_trainer(dict(values) | only)
     pl.seed_everything(values["seed"], workers=True, verbose=False)
     model: pl.LightningModule = make("model", values["model"])
+    # As in `fit`: the context sets the dtype of layers that `configure_model` builds.
     with trainer.precision_plugin.module_init_context():
         model.configure_model()
     adding = [each for each in rules.callbacks_of(trainer) if isinstance(each, model_surgery.AddsAdapters)]
     changes = [change for callback in adding for change in callback.changes()]
-    model.trainer = trainer  # its callbacks decide which layers are frozen, and so may be quantized
+    model.trainer = trainer  # the Trainer's callbacks decide which layers are frozen and may be quantized
     model_surgery.apply(model, [*model_surgery.plugin_changes(trainer.precision_plugin), *changes])
     return model
 
 
 def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOptimizer:
-    """Build the callback that trains with the recipe's optimizer and scheduler, or the module's own."""
+    """Build the callback that sets the recipe's optimizer and scheduler, or keeps the module's optimizer."""
     if "optimizer_choice" in (values.get("callbacks") or {}):
         raise ConfigError(
             key="callbacks.optimizer_choice",
@@ -253,7 +260,7 @@ def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOp
     optimizer = make("optimizer", values["optimizer"])
     if isinstance(optimizer, ModuleOptimizer):
         return optimizer
-    try:  # on a dummy parameter, so that invalid options fail now and not during `fit`
+    try:  # with a dummy parameter, so that invalid options fail now and not during `fit`
         optimizer([torch.zeros(1, 1, requires_grad=True)])
     except ConfigError as error:
         raise error.under("optimizer") from error
@@ -264,11 +271,11 @@ def _optimizer_callback(values: Mapping[str, Any]) -> OptimizerChoice | ModuleOp
 
 @keep_overrides()
 def build_trainer(values: Mapping[str, Any], launch: Launch | None = None) -> pl.Trainer:
-    """Instantiate the techniques and a Trainer with them, but neither model nor data.
+    """Instantiate the techniques and a Trainer with these techniques, but neither model nor data.
 
     Args:
         values: A checked config.
-        launch: As in `build`.
+        launch: Description of how this process was started; None reads it from the environment.
 
     Raises:
         ConfigError: A technique rejects a value.
@@ -312,12 +319,12 @@ def build_trainer(values: Mapping[str, Any], launch: Launch | None = None) -> pl
 
 
 def make(path: str, node: Mapping[str, Any] | None) -> Any:
-    """Instantiate one node; an error of its constructor names the node's path."""
+    """Instantiate one node of the config; an error of the constructor names the node's path."""
     if node is None:
         return None
     try:
         return instantiate(dict(node), _convert_="all")
-    except OmegaConfBaseException as unset:  # a missing environment variable, named by a secret
+    except OmegaConfBaseException as unset:  # an environment variable with a secret is not set
         raise UsageError(f"{path}: {str(unset).splitlines()[0]}") from unset
     except InstantiationException as wrapper:
         error: BaseException = wrapper
@@ -330,4 +337,4 @@ def make(path: str, node: Mapping[str, Any] | None) -> Any:
             kind = EnvironmentLacksError if isinstance(error, ModuleNotFoundError) else UsageError
             name = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
             raise kind(f"{path}: {name}{error}") from error
-        raise error from error.__cause__  # without the wrapper, whose cause is `error`
+        raise error from error.__cause__  # drop Hydra's wrapper, whose cause is `error`

@@ -1,8 +1,8 @@
-"""Adapters, and their checkpoints: the parts that PEFT does not do itself.
+"""Adapters and their checkpoints, as far as PEFT itself does not provide them.
 
-To change LoRA, read `callbacks/peft_adapter.py` (the technique), `inject.py` (PEFT's configs and targets, and
-the replacement of layers), `lora_linear.py` (LoRA's product) and `adapter_checkpoint.py` (a checkpoint's
-content, the digests of the frozen base, and the check on loading). `export.py` writes PEFT's own format;
+To change LoRA, start with the technique in `callbacks/peft_adapter.py`. `inject.py` replaces layers by PEFT's
+adapted layers, and `lora_linear.py` computes LoRA's product. `adapter_checkpoint.py` defines the content of a
+checkpoint, the digests of the frozen base, and the check on loading. `export.py` writes PEFT's own format.
 `layers.py` finds layers without importing PEFT.
 """
 

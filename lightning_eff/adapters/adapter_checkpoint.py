@@ -1,19 +1,20 @@
-"""The content of a checkpoint with adapters, and the checks before it is loaded.
+"""The content of a checkpoint with adapters, and the checks before such a checkpoint is loaded.
 
-The checkpoint contains trained parameters (adapters, `modules_to_save`, biases), buffers, and a fingerprint
-in place of the frozen base. The base itself is loaded from where the model first got it. Nothing is assigned
-unless everything fits: the method and its config, each key and shape, the base.
+The checkpoint contains the trained parameters (adapters, `modules_to_save`, biases) and the buffers. A
+fingerprint replaces the frozen base, which is loaded from its original source. Tensors are assigned only if
+the method and its config, each key and shape, and the base all fit.
 
-An adapter works only on the base that it was trained on. Keys and shapes do not show another base, since all
-models of an architecture share them. So the fingerprint lists each frozen tensor by name, with its dtype, its
-shape and the first 64 bits of its SHA-256. It is the same on each device, and an error can name the tensors
-that differ. Buffers are left out: training may change them, and persistent ones are saved with the adapter.
+An adapter works only on the base that it was trained on. Keys and shapes do not identify a base, because all
+models of an architecture have the same keys and shapes. So the fingerprint lists each frozen tensor by name,
+with its dtype, its shape and the first 64 bits of its SHA-256. The fingerprint is the same on each device,
+and an error can name the tensors that differ. The fingerprint excludes buffers, because training may change
+them. Persistent buffers are saved with the adapter.
 
-`callbacks/peft_adapter` attaches this to the LightningModule's own checkpoint hooks, so it also applies to
-weights-only saves and to saves after the run. Why not a callback's hooks: Lightning omits them in
-weights-only saves, and calls them only after loading. Why not `strict_loading=False`: it accepts another
-model's adapter, and leaves this model's at its initial values. Fabric and custom loops call `strip_base` and
-`load_adapter`.
+`callbacks/peft_adapter` adds these functions to the LightningModule's own checkpoint hooks, which Lightning
+also calls for weights-only saves and for saves after the run. Why not a callback's hooks: Lightning calls a
+callback's hooks only after loading, and never for weights-only saves. Why not `strict_loading=False`: this
+setting accepts another model's adapter, and leaves this model's adapter at its initial values. Fabric and
+custom loops call `strip_base` and `load_adapter`.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ FLOAT_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "
 def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a module's state into the frozen base, and the rest, which is trained or may change.
 
-    The base is all frozen parameters, and all state of quantized layers. The rest includes persistent
-    buffers, since running statistics change in frozen modules too, and an adapter's own frozen tensors, which
-    may be random.
+    The base consists of all frozen parameters and the full state of quantized layers. The rest includes
+    persistent buffers, because running statistics change in frozen modules too. The rest also includes an
+    adapter's own frozen tensors, which may be random.
 
     Example:
         >>> layer = nn.BatchNorm1d(2).requires_grad_(False)
@@ -59,7 +60,7 @@ def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     wrappers = [f"{name}." for name in wrapped_layers(module)]
     frozen: set[str] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        # Without a wrapper around it, a frozen parameter belongs to the base.
+        # A frozen parameter outside all wrappers belongs to the base.
         inner = next((name.removeprefix(w) for w in wrappers if name.startswith(w)), "base_layer")
         if not parameter.requires_grad and {"base_layer", "original_module"} & {*inner.split(".")}:
             frozen.add(name)
@@ -72,7 +73,7 @@ def split_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def format_names(names: Iterable[str]) -> str:
-    """Return the first names and the number of the rest; names from a file are shortened and escaped.
+    """Return the first names, shortened and escaped, and the number of further names.
 
     Example:
         >>> format_names(["a", "b", "c", "d"]), format_names(["a"])
@@ -90,25 +91,25 @@ class Fingerprint:
     changes through `.data`.
 
     Args:
-        exact: False accepts different values in quantized layers if all other frozen tensors are equal:
-            quantization may round differently on another device.
+        exact: False accepts different values in quantized layers if all other frozen tensors are equal,
+            because quantization may round differently on another device.
     """
 
     def __init__(self, *, exact: bool = True) -> None:
         self.exact = exact
         self.others: list[str] = []
-        """Names of tensors that differed and were accepted."""
+        """Names of the tensors that differed and were accepted."""
         self._digests_by_name: dict[str, tuple[Tensor, int, torch.dtype, str]] = {}
 
     def record(self, module: nn.Module) -> dict[str, Any]:
-        """Return the fingerprint in plain types, in the format of a checkpoint."""
+        """Return a module's fingerprint in plain types, for a checkpoint."""
         return {"tensors": self._hash(module, {})}
 
     def check(self, module: nn.Module, record: Any) -> None:
-        """Compare a module's frozen tensors with a fingerprint from a checkpoint, which may be anything.
+        """Compare a module's frozen tensors with a checkpoint's fingerprint; `record` may be any object.
 
         Raises:
-            CheckpointError: The base differs; the first tensors that differ are named.
+            CheckpointError: The base differs; the error names the first tensors that differ.
         """
         expected: Any = record.get("tensors") if isinstance(record, dict) else None
         texts = [text for pair in expected.items() for text in pair] if isinstance(expected, dict) else [None]
@@ -118,7 +119,7 @@ class Fingerprint:
         names = {*tensors, *expected}
         others = sorted(name for name in names if tensors.get(name) != expected.get(name))
         quantized = tuple(f"{plain_name(prefix[:-1])}." for prefix in quantized_prefixes(module))
-        # Other frozen tensors must prove that the base is the same.
+        # Only other frozen tensors can prove that the base is the same.
         if not self.exact and any(not name.startswith(quantized) for name in tensors):
             # Rounding can change values in quantized layers, but not their layout.
             layouts = [
@@ -127,7 +128,7 @@ class Fingerprint:
             self.others = [n for n in others if n.startswith(quantized) and layouts[0][n] == layouts[1][n]]
             others = [name for name in others if name not in self.others]
         if others:
-            # Includes tensors that only the checkpoint or only the model has.
+            # `others` includes tensors that only the checkpoint has, or only the model.
             differ = f"{format_names(others)} of {len(names)} frozen tensors differ"
             base = Remedy(
                 "callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed",
@@ -138,11 +139,11 @@ class Fingerprint:
     def _hash(self, module: nn.Module, recorded: Mapping[str, str]) -> dict[str, str]:
         """Return `dtype[shape]` and the start of the digest of each frozen tensor, by plain name.
 
-        A floating-point tensor with more than 8 bits is first converted to the recorded dtype: a `-true`
-        precision converts the model only after its checkpoint is restored.
+        A floating-point tensor with more than 8 bits is first converted to the recorded dtype, because a
+        `-true` precision converts the model only after the checkpoint is restored.
         """
         base = {name: value for name, value in split_state(module)[0].items() if isinstance(value, Tensor)}
-        # A quantized layer's state has new tensors at each call: the cache needs the parameters instead.
+        # A quantized layer's state has new tensors at each call, so the cache uses the parameters instead.
         parameters = base | dict(module.named_parameters(remove_duplicate=False))
 
         def layout_and_digest(name: str) -> str:
@@ -157,13 +158,13 @@ class Fingerprint:
 
         names = sorted(base)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            # Gathering a sharded tensor is a collective: all ranks must gather in the same order.
+            # Gathering a sharded tensor is a collective, so all ranks must gather in the same order.
             each = map if any(is_sharded(value) for value in base.values()) else pool.map
             texts = list(each(layout_and_digest, names))
         return {plain_name(name): text for name, text in zip(names, texts, strict=True)}
 
     def _digest(self, name: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> str:
-        """Return the SHA-256 of a tensor after conversion, from the cache if its parameter is unchanged."""
+        """Return the SHA-256 of a tensor in `dtype`, from the cache if the parameter is unchanged."""
         version = parameter._version  # noqa: SLF001 - torch 2.13's count of in-place changes
         cached = self._digests_by_name.get(name)
         if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
@@ -187,7 +188,7 @@ def strip_base(
     """Replace the frozen base in a checkpoint by its fingerprint, in place.
 
     Raises:
-        CheckpointError: The adapter cannot be saved: its tensors are empty, or merged into the base.
+        CheckpointError: The adapter cannot be saved, because its tensors are empty or merged into the base.
     """
     base, rest = split_state(model)
     trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
@@ -198,6 +199,7 @@ def strip_base(
         raise CheckpointError(
             f"the adapter is not saved: its tensors are empty or on other ranks ({format_names(empty)})"
         )
+    # A merged base has another fingerprint, so a model without the adapter could not load the checkpoint.
     if merged:
         names = format_names(merged)
         raise CheckpointError(
@@ -212,19 +214,19 @@ def strip_base(
 def check_adapter(
     model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint, *, strict: bool = True
 ) -> set[str]:
-    """Compare a checkpoint with a model that has adapters; nothing is assigned.
+    """Compare a checkpoint with a model that has adapters, without assigning tensors.
 
     Args:
         model: The model, with adapters.
-        checkpoint: The content of a file, which may be anything.
+        checkpoint: The content of a file, which may be any object.
         fingerprint: Caches digests; use one object per model.
-        strict: False requires only trained tensors.
+        strict: With False, only the trained tensors must be present.
 
     Returns:
-        The names of the tensors that the checkpoint lacks: the base's, or none.
+        The names of the base's tensors if the checkpoint lacks the base, else an empty set.
 
     Raises:
-        CheckpointError: Method, keys, shapes or base do not fit; the first differences are named.
+        CheckpointError: Method, keys, shapes or base do not fit; the error names the first differences.
     """
     state, stamp = _checked_state(checkpoint), checkpoint.get(CHECKPOINT_KEY)
     stamp = stamp if isinstance(stamp, dict) else {}
@@ -241,7 +243,7 @@ def check_adapter(
     expected = {name: value for name, value in state_here.items() if not name.startswith(unchecked)}
     missing = [name for name in (expected if strict else trained) if name not in state]
     unexpected = [name for name in state if name not in expected and not name.startswith(unchecked)]
-    # As PyTorch does, a load that is not strict ignores other tensors; an adapter without base must fit.
+    # Like PyTorch, a non-strict load ignores unexpected tensors, but an adapter without its base must fit.
     unexpected = unexpected if strict or not has_base else []
     _check_tensors(state, expected, missing=missing, unexpected=unexpected)
     if not has_base:
@@ -250,7 +252,7 @@ def check_adapter(
 
 
 def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
-    """Reject an adapter whose saved settings compute something else; `saved` may be anything."""
+    """Reject an adapter whose saved settings differ from this run's settings; `saved` may be any object."""
     saved = saved if isinstance(saved, Mapping) else {}
     different = [key for key, value in here.items() if key in saved and saved[key] != value]
     if not different:
@@ -260,7 +262,7 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
     was, now = str(saved[key])[:60], str(here[key])[:60]
     text = f"it holds an adapter with {name} {was!a}, and this run has {now!a}"
     value = was.lower() if key == "peft_type" else saved[key]
-    # The value is from a file: show a remedy only if it is safe to paste.
+    # The value is from a file, so show a remedy only if the value is safe to paste.
     if isinstance(value, (int, float)) or (isinstance(value, str) and value.isidentifier()):
         argument = f"method={value!r}" if name == "method" else f"options={{{key!r}: {value!r}}}"
         override = f"callbacks.peft_adapter.{name}={value if isinstance(value, str) else str(value).lower()}"
@@ -271,22 +273,22 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
 def load_adapter(
     model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None = None
 ) -> None:
-    """Load an adapter, or a full model with adapters, into a model with its base and new adapters.
+    """Load an adapter, or a full model with an adapter, into a model that has its base and new adapters.
 
     Raises:
-        CheckpointError: It does not fit; nothing has been assigned.
+        CheckpointError: The checkpoint does not fit the model; nothing has been assigned.
     """
     check_adapter(model, checkpoint, fingerprint or Fingerprint())
-    # Not strict, since the base may be missing; all other names have been checked.
+    # A strict load would reject a missing base; all other names have been checked.
     model.load_state_dict(checkpoint["state_dict"], strict=False)
 
 
 @torch.no_grad()
 def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
-    """Load the weights of a model without adapters, all or none; return the number of tensors.
+    """Load the weights of a model without adapters, if all weights fit; return the number of tensors.
 
     Raises:
-        CheckpointError: Keys or shapes do not fit; the first ones are named.
+        CheckpointError: Keys or shapes do not fit; the error names the first differences.
     """
     weights = _checked_state({"state_dict": state})
     own = model.state_dict(keep_vars=True)
@@ -303,7 +305,7 @@ def load_base_weights(model: nn.Module, state: Mapping[str, Any]) -> int:
     for name in weights:
         names_by_tensor.setdefault(id(own[name]), []).append(name)
     for first, *others in names_by_tensor.values():
-        # `load_state_dict` would assign one after the other, and keep the last.
+        # `load_state_dict` would assign all values to the tied weight, and keep the last value.
         different = [name for name in others if not torch.equal(weights[name], weights[first])]
         if different:
             raise CheckpointError(
@@ -344,11 +346,11 @@ def _check_tensors(
 
 
 class AdapterCheckpointHooks:
-    """Extends the checkpoint hooks of a LightningModule with adapters."""
+    """Extends the checkpoint hooks of a LightningModule that has adapters."""
 
     @classmethod
     def attach(cls, module: pl.LightningModule) -> AdapterCheckpointHooks:
-        """Return the module's existing hooks, or new ones."""
+        """Return the hooks that the module already has, or attach new hooks."""
         attached = getattr(module.__dict__.get("on_save_checkpoint"), "__self__", None)
         return attached if isinstance(attached, cls) else cls(module)
 
@@ -365,15 +367,15 @@ class AdapterCheckpointHooks:
         module.register_load_state_dict_post_hook(self.after_load)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Call the module's own hook, then remove the base."""
+        """Call the module's own hook, then remove the base from the checkpoint."""
         self._own_save(checkpoint)
-        # Only rank 0 writes; but to compute the fingerprint of sharded tensors, all ranks must gather them.
+        # Only rank 0 writes. But all ranks must gather sharded tensors, to compute the fingerprint.
         if self.module.global_rank == 0 or any(is_sharded(p) for p in self.module.parameters()):
             strip_base(self.module, checkpoint, self.fingerprint, save_base=self.save_base)
             self.num_saved += 1
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Call the module's own hook, then reject a checkpoint that does not fit; nothing is loaded yet."""
+        """Call the module's own hook, then reject a checkpoint that does not fit, before any load."""
         self._own_load(checkpoint)
         try:
             strict = self.module.strict_loading
@@ -383,6 +385,6 @@ class AdapterCheckpointHooks:
             raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
 
     def after_load(self, _: nn.Module, keys: Any) -> None:
-        """Accept a missing base after `on_load_checkpoint` has checked it; otherwise PyTorch stays strict."""
+        """Accept a missing base that `on_load_checkpoint` has checked; PyTorch rejects other missing keys."""
         keys.missing_keys[:] = [name for name in keys.missing_keys if name not in self._absent]
         self._absent = set()

@@ -1,9 +1,9 @@
-"""Write a model's adapters in PEFT's own format, or merged into its weights, for use without lightning_eff.
+"""Write adapters in PEFT's format, or a model with merged adapters, for use without lightning_eff.
 
-The verb `export` calls it. PEFT collects the tensors, writes its config and merges; this module restores the
-names of a model without adapters. If a LightningModule's only state is a Hugging Face model, names are
-relative to that model, so that `PeftModel.from_pretrained` accepts them. Otherwise they are relative to the
-LightningModule.
+The command `export` calls this module. PEFT collects the tensors, writes the config and merges the adapters.
+This module restores the names of a model without adapters. If a LightningModule's only state is a Hugging
+Face model, names are relative to that model, so that `PeftModel.from_pretrained` accepts the files. Otherwise
+names are relative to the LightningModule.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from lightning_eff.adapters.layers import is_quantized, outermost, plain_name, u
 from lightning_eff.core.errors import ConfigError
 
 IN_PEFT_MODEL = "base_model.model."
-"""Prefix of a model's names in PEFT's wrapper, and therefore in its files."""
+"""Prefix of a model's names in PEFT's wrapper, and therefore in PEFT's files."""
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` as PEFT does."""
     prefix, part = _exported_part(model)
     config = _exported_config(model, prefix, part)
-    # PEFT's function expects a PeftModel, of which it reads names and config.
+    # PEFT's function expects a PeftModel, but reads only its names and config.
     wrapper: Any = nn.Module()
     wrapper.base_model, wrapper.peft_config = model.__dict__[TUNER], {ADAPTER_NAME: config}
     state = get_peft_model_state_dict(wrapper, save_embedding_layers=False)
@@ -60,12 +60,12 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def merge_adapters(model: nn.Module) -> list[str]:
-    """Merge adapters into their layers, which become plain layers again.
+    """Merge adapters into their layers, which become plain layers again; return the names of untied weights.
 
-    An adapted layer with a tied weight gets a separate weight. Returns the names of weights untied that way.
+    An adapted layer with a tied weight gets a separate weight, so this weight is no longer tied.
 
     Raises:
-        ConfigError: The method, or a layer, cannot be merged, or the base is quantized.
+        ConfigError: The method or a layer cannot be merged, or the base is quantized.
     """
     method = name_of_method(peft_config_of(model))
     if any(is_quantized(module) for module in model.modules()):
@@ -75,10 +75,10 @@ def merge_adapters(model: nn.Module) -> list[str]:
             "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
         ]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
-    # All names, to find weights that were tied before the merge and are not afterwards.
+    # Collect all names, to find weights that were tied before the merge and are not tied afterwards.
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     wrappers = wrapped_layers(model)
-    # A merge adds to a weight in place: a tied weight would change under its other name, too.
+    # A merge adds to a weight in place, so a tied weight would also change under its other name.
     for layer in wrappers.values():
         untie(model, layer)
     tuner: Any = model.__dict__[TUNER]
@@ -88,7 +88,7 @@ def merge_adapters(model: nn.Module) -> list[str]:
             tuner.merge_and_unload(safe_merge=True)
     except (*PEFT_ERRORS, AttributeError) as error:  # for example a Conv3d whose kernel starts with 1 x 1
         raise peft_rejects(error, "--merge", method) from error
-    # Also replace layers under their second names.
+    # PEFT replaces a layer under its first name only, so replace the layer under its other names too.
     replace_modules(model, {layer: model.get_submodule(name) for name, layer in wrappers.items()})
     del model.__dict__[TUNER]
     tied: dict[int, list[str]] = {}
@@ -100,9 +100,9 @@ def merge_adapters(model: nn.Module) -> list[str]:
 
 
 def save_full_model(model: nn.Module, folder: Path) -> None:
-    """Write a model without adapters as safetensors, tied weights once.
+    """Write a model without adapters as safetensors, and store each tied weight once.
 
-    A Hugging Face model also gets its config, corrected if weights are no longer tied, and its tokenizer.
+    For a Hugging Face model, also write the tokenizer and the config, which is corrected for untied weights.
     """
     _, part = _exported_part(model)
     if not isinstance(part, PreTrainedModel):
@@ -111,7 +111,7 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
     own: Any = part
     pairs = own.get_expanded_tied_weights_keys(all_submodels=True)
     if any(part.get_parameter(target) is not part.get_parameter(source) for target, source in pairs.items()):
-        # transformers 5.23 has one flag for all tied weights: untie also those that are still tied.
+        # transformers 5.23 has one flag for all tied weights, so also untie the weights that are still tied.
         for name in pairs:
             untie(part, part.get_submodule(name.rpartition(".")[0]))
         models: list[Any] = [module for module in part.modules() if isinstance(module, PreTrainedModel)]
@@ -121,13 +121,13 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
             submodel.all_tied_weights_keys = {}
     part.save_pretrained(str(folder))
     if part.name_or_path:  # a folder, or a model's name in the local cache
-        with contextlib.suppress(OSError, ValueError):  # it has no tokenizer
+        with contextlib.suppress(OSError, ValueError):  # the model has no tokenizer
             tokenizer = AutoTokenizer.from_pretrained(part.name_or_path, local_files_only=True)
             tokenizer.save_pretrained(str(folder))
 
 
 def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the Hugging Face model that holds all of a module's state, or the module; and its prefix."""
+    """Return the name prefix and the model to export: a Hugging Face model with all state, else `model`."""
     found = outermost(model, lambda module: isinstance(module, PreTrainedModel))
     name = next(iter(found), "")
     has_all = name and len(found) == 1 and all(key.startswith(f"{name}.") for key in model.state_dict())
@@ -135,13 +135,14 @@ def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _exported_config(model: nn.Module, prefix: str, part: nn.Module) -> PeftConfig:
-    """Return the config of a model's adapters, with layer names relative to a part."""
+    """Return the config of a model's adapters, with layer names relative to the exported part."""
     present: Any = peft_config_of(model)
     config: Any = dataclasses.replace(present)
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = getattr(config, key, None)
         if isinstance(names, (list, set, tuple)):
             setattr(config, key, sorted(str(name).removeprefix(prefix) for name in names))
+    # A regular expression for names in the full model may not fit the exported part, so list the layers.
     if isinstance(getattr(config, "target_modules", None), str):
         layers = [name.removeprefix(prefix) for name in adapted_layers(model)]
         config.target_modules = exact_targets(layers, part)

@@ -1,15 +1,15 @@
 """Put PEFT's adapters around layers of any model, in place, with PEFT's configs, targets and tuner.
 
 `callbacks/peft_adapter` calls `make_config` and `inject_adapters`. A layer that gets an adapter becomes the
-`base_layer` of a PEFT layer; all other names stay. The model itself is not wrapped, so a LightningModule
-keeps its class. PEFT's own rejections are reported in PEFT's words, with the setting that caused them. Models
-that PEFT would accept but adapt wrongly, or without effect, are rejected before they are changed.
+`base_layer` of a PEFT layer; all other names stay the same. The model itself is not wrapped, so a
+LightningModule keeps its class. PEFT's own errors are reported in PEFT's words, with the setting at fault. A
+model that PEFT would accept but adapt wrongly, or without effect, is rejected before it is changed.
 
-In addition to PEFT, a layer that a model has under two names is replaced under both names. The fused
-inference path of PyTorch's encoder layer, which bypasses adapters, is switched off.
+Unlike in PEFT, a layer that a model has under two names is replaced under both names. The fused inference
+path of PyTorch's encoder layer, which bypasses adapters, is switched off.
 
-Why not `get_peft_model`: it renames every key of the model, and a PeftModel is not a LightningModule. PEFT's
-tuner, which merges adapters, is kept as the model's `peft_tuner`.
+Why not `get_peft_model`: this function renames every key of the model, and a PeftModel is not a
+LightningModule. PEFT's tuner, which merges adapters, is kept as the model's attribute `peft_tuner`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ CONFIGS = {
 }
 """PEFT's config class of each method that only changes layers."""
 NOT_LINEAR = ("ln_tuning", "trainable_tokens")
-"""Methods for layers other than linear ones."""
+"""Methods that adapt layers other than linear layers."""
 FOR_QUANTIZED = (
     *("beft", "fourierft", "gralora", "hira", "ia3", "lily", "lora", "oft", "pvera", "randlora", "road"),
     "vera",
 )
-"""Methods that dequantize the base weight, or do not read it; others would take its codes for values."""
+"""Methods that dequantize the base weight or ignore it; other methods would use the codes as values."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = {
     "lora": (CONVOLUTIONS, {"kernel_size", "padding"}),
@@ -73,11 +73,12 @@ ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = 
     "hra": ((nn.Conv2d,), {"kernel_size"}),
     "oft": ((nn.Conv2d,), {"padding"}),
 }
-"""By method: convolutions that PEFT 0.21 adapts, and settings of a convolution that it handles correctly.
+"""For each method, the convolutions that PEFT 0.21 adapts, and the settings that PEFT handles correctly.
 
-PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would see other pixels; with groups, it cannot
-be merged. OFT rotates the wrong axes of a kernel larger than 1, and changes the model at the start. Methods
-that are not listed adapt no convolutions; `ln_tuning` trains any layer in full.
+PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would read other pixels than the base. PEFT
+cannot merge the LoRA of a convolution with groups. OFT rotates the wrong axes of a kernel larger than 1, and
+so changes the model's output at the start. Methods that are not listed adapt no convolutions. `ln_tuning`
+needs no entry, because it trains all targeted layers in full.
 """
 DEFAULTS: dict[str, dict[str, Any]] = {
     "fourierft": {"init_weights": True},  # so that the adapter changes nothing at first
@@ -85,7 +86,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Defaults that differ from PEFT's."""
 HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-"""Tasks for which only PEFT's own wrapper trains the head too."""
+"""Tasks whose head is trained only by PEFT's own wrapper."""
 ARGUMENTS = {"target_modules", "modules_to_save"}
 """Config fields that are parameters of `PeftAdapter`."""
 RESERVED = ARGUMENTS | {"peft_type", "peft_version", "inference_mode", "base_model_name_or_path"}
@@ -93,7 +94,7 @@ RESERVED = ARGUMENTS | {"peft_type", "peft_version", "inference_mode", "base_mod
 FREE_FIELDS = RESERVED - {"peft_type"} | {
     *("auto_mapping", "revision", "task_type", "runtime_config", "ephemeral_gpu_offload"),
     *("lora_dropout", "module_dropout", "rank_dropout"),
-    # A change of these shows in the keys and shapes of the state dict.
+    # A change of these fields is visible in the keys and shapes of the state dict.
     *("exclude_modules", "feedforward_modules", "layers_pattern", "layers_to_transform"),
     *("target_parameters", "rank_pattern"),
 }
@@ -101,7 +102,7 @@ FREE_FIELDS = RESERVED - {"peft_type"} | {
 ADAPTER_NAME = "default"
 """PEFT's own name for the first adapter of a model."""
 TUNER = "peft_tuner"
-"""Attribute of a model with adapters. It is in `__dict__`, since PEFT's tuner has the model as a module."""
+"""Key of PEFT's tuner in the model's `__dict__`; as a submodule, the tuner would contain its own parent."""
 WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 PEFT_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 
@@ -112,7 +113,7 @@ def make_config(
     """Build a method's config; the arguments are as in `PeftAdapter`.
 
     Raises:
-        ConfigError: PEFT has no such method, or the method has no such option or value.
+        ConfigError: PEFT has no method of this name, or an option or its value does not fit the method.
 
     Example:
         >>> make_config("lora", {"r": 4}, "all-linear", None).r
@@ -131,6 +132,7 @@ def make_config(
     saved = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
     arguments: dict[str, Any] = {"modules_to_save": list(saved)} if saved else {}
     arguments["target_modules"] = targets if targets is None or isinstance(targets, str) else list(targets)
+    # The user's options come last, so that they override the defaults.
     try:
         return kind(**arguments | DEFAULTS.get(method, {}) | dict(options))
     except (ValueError, TypeError) as error:
@@ -138,7 +140,7 @@ def make_config(
 
 
 def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
-    """Check names and types of options now: PEFT would fail on a wrong type only inside a layer."""
+    """Check names and types of options now, because PEFT reports a wrong type only when it builds a layer."""
     known = {field.name for field in dataclasses.fields(kind) if field.init} - RESERVED
     hints = typing.get_type_hints(kind)
     for name, value in options.items():
@@ -158,7 +160,7 @@ def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
 
 
 def name_of_method(config: PeftConfig | None) -> str:
-    """Return the name of a config's method in lower case; empty without a config."""
+    """Return the name of a config's method in lower case; return an empty text without a config."""
     return str(getattr(getattr(config, "peft_type", None), "value", "")).lower()
 
 
@@ -195,7 +197,7 @@ def wrapped_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def peft_config_of(model: nn.Module) -> PeftConfig | None:
-    """Return the config of a model's adapters; None without adapters."""
+    """Return the config of a model's adapters; None if the model has no adapters."""
     configs = getattr(model, "peft_config", None)
     config = configs.get(ADAPTER_NAME) if isinstance(configs, dict) else None
     return config if isinstance(config, PeftConfig) else None
@@ -208,24 +210,24 @@ def inject_adapters(
 
     Args:
         model: Any module; a module that has these adapters already is left unchanged.
-        config: From `make_config`; the model keeps a copy as `peft_config`.
+        config: The result of `make_config`; the model keeps a copy as `peft_config`.
         upcast: Keep adapters of half-precision layers in float32.
         on_meta: Accept parameters on the meta device, whose layers can be inspected but not trained.
 
     Returns:
-        The new layers by name; empty if the model had its adapters.
+        The new layers by name; empty if the model already had these adapters.
 
     Raises:
-        ConfigError: No layer is targeted, the method cannot adapt one, or the model has other adapters.
+        ConfigError: No layer is targeted, the method cannot adapt a layer, or the model has other adapters.
     """
     if adapted_layers(model):
         present = peft_config_of(model)
-        # With the same settings a second call does nothing: a Trainer may set up a model more than once.
+        # With the same settings a second call does nothing, since a Trainer may set up a model repeatedly.
         if settings_of(present) != settings_of(config):
             there = name_of_method(present) or "an unknown method"
             raise method_error(config, f"a model without other adapters: this one has {there}")
         return {}
-    # A copy, since PEFT changes the config, for example its targets.
+    # Use a copy, because PEFT changes the config, for example the targets.
     config = dataclasses.replace(config)
     _check_model(model, config, on_meta=on_meta)
     try:
@@ -252,14 +254,14 @@ def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None
     """Reject models that PEFT would adapt wrongly or without effect; resolve `all-linear` to layers."""
     fields: Any = config
     for name, parameter in model.named_parameters():
-        # Materializing later calls `reset_parameters`, which draws random values for lora_B instead of zeros.
+        # A later materialization calls `reset_parameters`, which draws random values for lora_B, not zeros.
         if isinstance(parameter, UninitializedParameter) or (parameter.is_meta and not on_meta):
             where = "lazy" if isinstance(parameter, UninitializedParameter) else "on the meta device"
             raise method_error(config, f"a model with values: {name} is {where}")
     modules = {name: module for name, module in model.named_modules() if name}
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = getattr(config, key, None) or ()
-        if not isinstance(names, str):  # PEFT ignores a name without a layer if another name has one
+        if not isinstance(names, str):  # PEFT ignores a name without a layer if another name fits
             check_module_names(key if key in ARGUMENTS else f"options.{key}", names, modules)
     if str(fields.target_modules).lower() == ALL_LINEAR:  # case-insensitive, as in PEFT
         fields.target_modules = exact_targets(_all_linear(model, config), model)
@@ -279,7 +281,7 @@ def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None
 def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
     """Return all linear layers, except heads of Hugging Face models and layers that are never called.
 
-    PEFT looks for a head only if the model itself is Hugging Face's, not if it is inside a module.
+    PEFT itself looks for a head only if the outermost module is a Hugging Face model.
     """
     heads = {part.get_output_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)}
     names = [
@@ -287,7 +289,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
         for name, layer in model.named_modules()
         if name
         and isinstance(layer, (nn.Linear, Conv1D))
-        # nn.MultiheadAttention reads the weight of its out_proj, a subclass, and never calls the layer
+        # nn.MultiheadAttention reads the weight of its `out_proj`, of this class, but never calls the layer
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and layer not in heads
     ]
@@ -300,7 +302,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
 
 
 def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
-    """Return targets that match only these layers: for PEFT, a name also matches names that end with it.
+    """Return targets that match only these layers, because in PEFT a name also matches names ending with it.
 
     Example:
         >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
@@ -309,14 +311,14 @@ def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
         ('(?:proj)', {'stem.proj'})
     """
     others = [name for name, _ in model.named_modules() if name not in names]
-    # PEFT matches a pattern with full names, but a list's entries also with the ends of names.
+    # PEFT compares a pattern with full names, but the entries of a list also with the ends of names.
     if any(other.endswith(f".{name}") for other in others for name in names):
         return f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     return set(names)
 
 
 def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
-    """Reject a targeted convolution that PEFT would adapt wrongly, or fail on with an error about shapes."""
+    """Reject a targeted convolution that PEFT would adapt wrongly, or would fail to adapt."""
     if not isinstance(layer, CONVOLUTIONS) or method == "ln_tuning":
         return
     unusual = {
@@ -337,10 +339,10 @@ def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
 
 
 def _reject_tied_copies(model: nn.Module, config: Any) -> None:
-    """Reject `modules_to_save` and trained tokens whose weight is tied: only a copy would be trained.
+    """Reject `modules_to_save` and trained tokens whose weight is tied, as only a copy would be trained.
 
-    In a Hugging Face model that is not inside another module, PEFT itself ties trained tokens, and also
-    modules if `ensure_weight_tying` is set.
+    If the outermost module is a Hugging Face model, PEFT itself ties trained tokens. With
+    `ensure_weight_tying`, PEFT also ties `modules_to_save` of a Hugging Face model.
     """
     is_hugging_face = isinstance(model, PreTrainedModel)
     is_tied_by_peft = is_hugging_face and getattr(config, "ensure_weight_tying", False)
@@ -348,6 +350,7 @@ def _reject_tied_copies(model: nn.Module, config: Any) -> None:
     tokens = getattr(config, "trainable_token_indices", None)
     trains_tokens = bool(tokens) or name_of_method(config) == "trainable_tokens"
     for name, module in model.named_modules():
+        # PEFT trains a copy of a module in `modules_to_save`, and the copy's weight is no longer tied.
         is_copied = any(f".{name}".endswith(f".{end}") for end in saved)
         is_token_table = trains_tokens and not is_hugging_face and isinstance(module, nn.Embedding)
         tied = tied_parameters(model, module) if is_copied or is_token_table else {}
@@ -366,9 +369,10 @@ def _reject_tied_copies(model: nn.Module, config: Any) -> None:
 def plain_module(model: nn.Module) -> Generator[None]:
     """Let PEFT treat a model as a plain module, until the context ends.
 
-    PEFT takes a model with an attribute `config`, or with Lightning's device mesh, for a Hugging Face model:
-    hide both. Set the flags of quantized layers, by which PEFT chooses its layer classes, as transformers
-    does. Ignore warnings about options that PEFT 0.21 corrects itself, and about its calls of transformers.
+    PEFT mistakes a model with an attribute `config`, or with Lightning's device mesh, for a Hugging Face
+    model, so the two attributes are hidden. The model gets the flags of quantized layers, by which PEFT
+    chooses its layer classes. Warnings about options that PEFT 0.21 corrects, and about PEFT's calls of
+    transformers, are ignored.
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}
@@ -389,7 +393,7 @@ def plain_module(model: nn.Module) -> Generator[None]:
 
 
 def _replace_all_names(model: nn.Module) -> None:
-    """Put adapted layers under all their names in the model, and let evaluation call them."""
+    """Put adapted layers under all their names in the model, and make evaluation call these layers."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in wrapped_layers(model).values():
         inner = getattr(layer, "base_layer", getattr(layer, "original_module", None))

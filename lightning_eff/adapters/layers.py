@@ -1,10 +1,11 @@
-"""Find layers of a model by name, by shared weights, and by whether they are quantized.
+"""Find layers of a model by name, by shared weights, or by quantization.
 
-Adapters, `precision/quantized_base` and Float8 use it. It imports neither PEFT, which takes seconds, nor
-bitsandbytes, which is optional: bitsandbytes' layers are recognized by class name and package.
+Adapters, `precision/quantized_base` and Float8 use this module. The module imports neither PEFT, whose import
+takes seconds, nor bitsandbytes, which is optional. Layers of bitsandbytes are recognized by class name and
+package.
 
-A head that is tied to an embedding shares its weight with it. An adapter of the head changes only the head,
-so a merged or copied head needs a separate weight: see `untie`.
+A head that is tied to an embedding uses the embedding's weight. An adapter of the head changes only the head,
+so a merged or copied head needs a separate weight, which `untie` creates.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BITSANDBYTES_FLAGS = {"Linear4bit": "is_loaded_in_4bit", "Linear8bitLt": "is_loa
 
 
 def outermost(model: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return a model's modules, itself included, that match and are not inside another match, by name."""
+    """Return the modules that match and are not inside another match, by name; the model may match too."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # parents come before their children
         is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -33,7 +34,7 @@ def outermost(model: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[st
 
 
 def check_module_names(key: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Check that each name in the setting `key` is a known module's name, or the end of one.
+    """Check that each name in the setting `key` is a known module's name, or the end of such a name.
 
     Raises:
         ConfigError: A name matches no module.
@@ -43,7 +44,7 @@ def check_module_names(key: str, names: Iterable[str], known: Iterable[str]) -> 
         if any(f".{module}".endswith(f".{name}") for module in modules):
             continue
         ends = {module.rpartition(".")[2] for module in modules}
-        # Suggest a full name for a name with dots, otherwise the last part of one.
+        # Suggest full names for a name with dots, otherwise the last parts of names.
         options = modules if "." in name else {end for end in ends if not end.isdigit()} or modules
         allowed = f"a module's name, or the end of one; {suggest_name(name, options)}"
         raise ConfigError(key=key, value=name, allowed=allowed)
@@ -70,7 +71,7 @@ def plain_name(name: str) -> str:
 
 
 def tied_parameters(model: nn.Module, part: nn.Module) -> dict[str, str]:
-    """Map the parameters of a part that the rest of the model shares: from names in the part to model names.
+    """Map the names of a part's tied parameters to the names of the same parameters in the rest of the model.
 
     Example:
         >>> model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})
@@ -90,7 +91,7 @@ def tied_parameters(model: nn.Module, part: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def untie(model: nn.Module, part: nn.Module) -> None:
-    """Replace the parameters that a part shares with the rest of the model by copies."""
+    """Give a part of a model its own copies of the parameters that are tied to the rest of the model."""
     for name in tied_parameters(model, part):
         parent, _, key = name.rpartition(".")
         parameter = part.get_parameter(name)
@@ -117,6 +118,6 @@ def quantized_prefixes(model: nn.Module) -> tuple[str, ...]:
 
 
 def num_weights(parameter: Tensor) -> int:
-    """Return the number of weights in a parameter; with 4 bits, a byte holds two."""
+    """Return the number of weights in a parameter; each byte of a 4-bit parameter holds two weights."""
     state: Any = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()

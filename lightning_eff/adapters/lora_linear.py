@@ -1,12 +1,12 @@
-"""Add LoRA's product to its layer's result in place: one large operation instead of PEFT's four.
+"""Add LoRA's product to the layer's result in place, with one large operation instead of four as in PEFT.
 
     y [T, N] = x [T, K] @ W.T + b;  y += s * (x @ A.T) @ B.T        A [r, K], B [N, r]
 
-PEFT computes `(x @ A.T) @ B.T`, multiplies it by s, and adds it to y. Each step reads and writes tensors of
-the size of y, and so does the multiplication's backward pass. Here `addmm_` adds the product with alpha = s,
-with one rounding instead of PEFT's three. Parameters, names and checkpoints are PEFT's. PEFT's own forward
-runs if there is more than one adapter, a variant of LoRA, another dtype, or a hook.
-`callbacks/peft_adapter` calls `add_in_place`.
+PEFT computes `(x @ A.T) @ B.T`, multiplies the product by s, and adds the result to y. Each of PEFT's steps
+reads and writes tensors of the size of y, and so does the backward pass of the multiplication. Here `addmm_`
+adds the product with alpha = s, and rounds once instead of three times. Parameters, names and checkpoints are
+the same as in PEFT. PEFT's own forward runs for layers with several adapters, a variant of LoRA, different
+dtypes, or hooks. `callbacks/peft_adapter` calls `add_in_place`.
 
 Source: learned from https://github.com/huggingface/peft, tuners/lora/layer.py
 """
@@ -32,15 +32,15 @@ GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
 class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
-    """PEFT's LoRA around a linear layer; a PEFT layer is converted by assigning this to its `__class__`."""
+    """PEFT's LoRA around a linear layer; `add_in_place` converts PEFT's layers to this class."""
 
     @override
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the layer; `x` is `[*batch, K]`, the result `[*batch, N]`."""
+        """Compute the layer's result `[*batch, N]` from `x` of shape `[*batch, K]`."""
         adapter = None if args or kwargs else self._plain_adapter(x)
         if adapter is None:
             return super().forward(x, *args, **kwargs)
-        # As a matrix: the gradient of an in-place operation on a view would be copied.
+        # Compute y as a matrix, because autograd copies the gradient of an in-place operation on a view.
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # [T, K]
         y: Tensor = self.base_layer(rows)  # [T, N]
         low: Tensor = self.lora_A[adapter](self.lora_dropout[adapter](rows))  # [T, r]
@@ -61,7 +61,8 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         is_number = isinstance(self.scaling[name], (int, float))
         if not is_number or any(type(part) not in PLAIN for part in parts[:3]):
             return None
-        # Hooks on the base would see a result that changes later; on A, another shape; B is not called.
+        # Here a hook on the base would see a result that changes later, and a hook on A would see another
+        # shape. A hook on B would not run, because B is not called.
         if any(map(has_hooks, parts)) or any(vars(torch_module)[hooks] for hooks in GLOBAL_HOOKS):
             return None
         b = self.lora_B[name]
@@ -86,7 +87,7 @@ def _keeps_results() -> bool:
 
 
 def add_in_place(model: nn.Module) -> int:
-    """Convert a model's LoRA layers around linear layers; return their number."""
+    """Convert a model's LoRA layers around linear layers; return the number of converted layers."""
     layers = [module for module in model.modules() if type(module) is PeftLinear]
     for layer in layers:
         layer.__class__ = LoraLinear

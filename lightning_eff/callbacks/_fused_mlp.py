@@ -1,22 +1,23 @@
-"""Compute an MLP as one function that saves half of autograd's activations.
+"""Compute an MLP as one autograd function that saves half as many activations as the separate layers.
 
     H [T, F] = X [T, K] @ W1.T + b1        A = act(H), or act(G) * H with a gate G [T, F]
     Y [T, N] = A @ W2.T + b2
 
 `callbacks/triton_gemm` calls `fuse_mlps`. For the backward pass, autograd saves H and A, and with a gate also
-G and act(G). This function saves only H and G. The backward pass recomputes A from them, in one pointwise
-pass without a GEMM. GEMMs run as in `kernels/linear.py`: same autocast and backends, gradients added in
-place.
+G and act(G). The fused function saves only H and G, and its backward pass recomputes A in one pointwise pass
+without a GEMM. The GEMMs have the autocast, the backends and the in-place gradients of `kernels/linear.py`.
 
-MLPs of GPT- and Llama-like blocks are recognized by their computation, not by their names. Their forward is
-traced symbolically (torch.fx), with linear layers as single operations. An MLP is one of
+MLPs of GPT- and Llama-like blocks are recognized by their computation, not by their names. A module's forward
+is traced symbolically (torch.fx), with each linear layer as a single operation. The module is an MLP if the
+trace is one of
 
     down(act(up(x)))               GPT
     down(act(gate(x)) * up(x))     Llama: SwiGLU, GeGLU
 
-with plain linear layers as direct children, one of `MLP_ACTIVATIONS`, and dropout only with p = 0. A module
-is left unchanged if its forward does anything else, draws random numbers, stores its results, or cannot be
-traced. Tracing runs on a copy, which shares only the parameters.
+The linear layers must be plain and direct children, the activation must be one of `MLP_ACTIVATIONS`, and
+dropout must have p = 0. A module is left unchanged if its forward computes anything else, draws random
+numbers, stores results on the module, or cannot be traced. The trace runs on a copy, which shares only the
+parameters with the module.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SIMPLE = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The linear layers of an MLP, and its activation, one of `MLP_ACTIVATIONS`."""
+    """The linear layers of an MLP, and the name of its activation in `MLP_ACTIVATIONS`."""
 
     up: nn.Linear
     down: nn.Linear
@@ -58,15 +59,15 @@ class Layers:
 
     @property
     def all(self) -> list[nn.Linear]:
-        """All layers; `gate` only if there is one."""
+        """All linear layers; `gate` is included if the MLP has a gate."""
         return [layer for layer in (self.up, self.down, self.gate) if layer is not None]
 
 
 class FusedMLP:
-    """Replaces the forward of an MLP, as the module's attribute `forward`.
+    """Replaces the forward of an MLP; stored in the module's attribute `forward`.
 
     Args:
-        module: The MLP. If it changes after it was recognized, its own forward runs.
+        module: The MLP. If the module changes after it was recognized, the module's own forward runs.
         layers: The MLP's layers.
         accumulation: Decides whether weight gradients may be added in place.
     """
@@ -80,13 +81,13 @@ class FusedMLP:
         self._state = state_of(module, layers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the MLP; its own forward runs if a layer has hooks, or if no gradient is needed."""
+        """Compute the MLP; run the module's own forward if a layer has hooks, or if no gradient is needed."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or not self._applies(x):
             return type(self.module).forward(self.module, *args, **kwargs)
         up, down, gate = self.layers.up, self.layers.down, self.layers.gate
         dtype = matmul.autocast_dtype(x.device.type, x.dtype, up.weight.dtype) or x.dtype
-        # [T, K] for T tokens of any batch axes.
+        # [T, K]: all batch axes are flattened into T tokens.
         rows = x.to(dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
         backend = self.backend if dispatch.may_use_triton(self.backend, x.device, dtype) else "torch"
         # Cast outside of the function, so that other calls can use the same casts, as with autocast's cache.
@@ -100,7 +101,7 @@ class FusedMLP:
 
     def restore(self) -> None:
         """Restore the MLP's own forward; a second call does nothing."""
-        # A later technique may have replaced it again.
+        # A later technique may have replaced this forward again.
         if vars(self.module).get("forward") is self:
             del self.module.forward
 
@@ -108,7 +109,7 @@ class FusedMLP:
         if not torch.is_grad_enabled() or matmul.is_traced() or matmul.in_forward_mode():
             return False
         weights = [layer.weight for layer in self.layers.all]
-        # A sharded weight is a full tensor only in the forward of its own module, which does not run here.
+        # A sharded weight is gathered in the forward of its layer, which this function does not call.
         if any(weight.dtype != weights[0].dtype or is_sharded(weight) for weight in weights):
             return False
         is_cast = matmul.autocast_dtype(x.device.type, x.dtype, weights[0].dtype) is not None
@@ -120,8 +121,8 @@ class FusedMLP:
 def state_of(module: nn.Module, layers: Layers) -> list[Any]:
     """Return the state that an MLP's forward may depend on: its modules, their attributes and their hooks.
 
-    The gate is called as a module, so only its identity counts. The report and `plan` add hooks to the MLP
-    itself and to all modules of torch; these do not count.
+    The gate is called as a module, so only the gate's identity is part of the state. Hooks on the MLP itself
+    and global hooks of torch are not part of the state, because the report and `plan` add such hooks.
     """
     state: list[Any] = []
     for part in module.modules():
@@ -132,7 +133,7 @@ def state_of(module: nn.Module, layers: Layers) -> list[Any]:
         state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in MODULE_HOOKS))
         for name, value in attributes.items():
             if not (part is module and name == "forward"):
-                # Simple values by content, since equal numbers may be different objects; others by identity.
+                # Simple values by content, since equal numbers may be different objects; other values by id.
                 state.append(value if isinstance(value, SIMPLE) else id(value))
     return state
 
@@ -155,9 +156,9 @@ class _MLP(torch.autograd.Function):
         bias1, bias2 = (None if bias is None else bias.to(x.dtype) for bias in (bias1, bias2))
         h, a = _up(x, used1, bias1, gate, activation, backend)
         needs_x, needs_weight1, _, needs_gate, needs_bias1 = ctx.needs_input_grad[:5]
-        # The gradients of everything before the activation need the gradient of H.
+        # The gradients of x, of W1, of b1 and of the gate all need the gradient of H.
         ctx.needs_hidden = needs_x or needs_gate or needs_weight1 or needs_bias1
-        # Save only what the requested gradients need, and never A, which is recomputed from H and G.
+        # Save only tensors that the requested gradients need. A is never saved, but recomputed.
         ctx.save_for_backward(
             x if needs_weight1 else None, gate, h, used1 if needs_x else None,
             used2 if ctx.needs_hidden else None,
@@ -176,7 +177,7 @@ class _MLP(torch.autograd.Function):
         x, gate, h, used1, used2 = ctx.saved_tensors
         _, needs_weight1, needs_weight2, _, needs_bias1, needs_bias2 = ctx.needs_input_grad[:6]
         weight1, weight2 = ctx.weights
-        # Autograd nodes of x and both weights: `weight_gradient` adds in place unless their hooks forbid it.
+        # With hooks on these autograd nodes, `weight_gradient` must not add gradients in place.
         (_, _), (node1, _), (node2, _), *_ = ctx.next_functions
         grad_x = grad_gate = grad_weight1 = grad_bias1 = grad_weight2 = grad_bias2 = None
         fused = None
@@ -215,7 +216,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Ten
 def _up(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, activation: str, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Return H and A [T, F]; A comes from the GEMM's epilogue if our kernels compute it."""
+    """Return H and A [T, F]; if our kernels compute the GEMM, its epilogue computes A."""
     if backend != "torch" and activation in IN_EPILOGUES:
         operands = Operands(
             a=x, b=weight.T, bias=bias, out_dtype=x.dtype, batch=(), activation=activation, gate=gate
@@ -232,16 +233,16 @@ def _fused_gradients(
     grad: Tensor, weight: Tensor, h: Tensor, gate: Tensor | None, activation: str, backend: str, *,
     stores_a: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
-    """Return the gradients of H and of the gate, and A, from the epilogue of dA [T, F] = dY @ W2.
+    """Return dH, dG and A, which the epilogue of the GEMM dA [T, F] = dY @ W2 computes.
 
-    It is None if torch's library computes dA.
+    Return None if torch's library computes dA. Without a gate, dG is None.
     """
     if activation not in IN_EPILOGUES:
         return None
     is_gated = gate is not None
     operands = Operands(
         a=grad, b=weight, out_dtype=grad.dtype, batch=(), activation=activation, gradient=True,
-        # epilogue.py applies the activation to `gate`: that is G with a gate, otherwise H.
+        # epilogue.py applies the activation to `gate`, which is G if the MLP has a gate, or else H.
         gate=gate if is_gated else h, up=h if is_gated else None,
     )  # fmt: skip
     found = matmul.compute_fused(operands, backend, stores_pre=stores_a, stores_d2=is_gated)
@@ -270,7 +271,7 @@ def fuse_mlps(
     """Replace the forward of each trained MLP in a model by one function; arguments as in `triton_gemm.swap`.
 
     Returns:
-        The replacement of each forward, by module name; its `restore` undoes it.
+        The new forward of each MLP, by the MLP's name; the method `restore` undoes a replacement.
     """
     selected = {"": model} if blocks is None else model_surgery.select_blocks(model, blocks)
     fused: dict[str, FusedMLP] = {}
@@ -300,7 +301,7 @@ def layers_of(module: nn.Module) -> Layers | None:
     # The copy shares the parameters, which may be large.
     traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     before = dict(vars(traced))
-    # Under the fake tensors of `plan`, drawing random numbers would not change the random state.
+    # Why real tensors: under `plan`'s fake tensors, drawing random numbers does not change the state.
     with real_tensors(), isolate_rng():
         numbers = (torch.get_rng_state(), random.getstate())
         try:
@@ -309,11 +310,11 @@ def layers_of(module: nn.Module) -> Layers | None:
             found = None
         has_drawn = not torch.equal(torch.get_rng_state(), numbers[0]) or random.getstate() != numbers[1]
     after = vars(traced)
-    # A forward that stores something is not replaced, since the replacement would not store it.
+    # A forward that stores an attribute is not replaced, since the new forward would not store it.
     has_kept = after.keys() != before.keys() or any(after[name] is not before[name] for name in before)
     if found is None or has_drawn or has_kept:
         return None
-    # From the copy's layers to the module's; `modules()` has the same order in both.
+    # Maps the copy's layers to the module's layers; `modules()` has the same order in both.
     own: dict[Any, Any] = dict(zip(traced.modules(), module.modules(), strict=True))
     gate = own[found.gate] if found.gate is not None else None
     return replace(found, up=own[found.up], down=own[found.down], gate=gate)
@@ -334,7 +335,7 @@ def _may_be(module: nn.Module) -> bool:
 def _match(module: nn.Module, graph: fx.Graph) -> Layers | None:
     x, *others = (node for node in graph.nodes if node.op == "placeholder")
     calls = [node for node in graph.nodes if node.op.startswith("call_")]
-    # Every intermediate result is used once: nothing else reads H or A.
+    # Every intermediate result must be used exactly once, so that no other operation reads H or A.
     if any(node.users for node in others) or any(len(node.users) != 1 for node in calls):
         return None
     (result,) = (node.args[0] for node in graph.nodes if node.op == "output")
@@ -348,7 +349,7 @@ def _match(module: nn.Module, graph: fx.Graph) -> Layers | None:
         if activation and up is not None and source is x:
             return Layers(up=up, down=down, activation=activation)
         return None
-    # The product may have the gate on either side.
+    # The gate may be either factor of the product.
     for first, second in (hidden.args, hidden.args[::-1]):
         activation, inner = _activation(first)
         (gate, source), (up, other) = _linear_of(module, inner), _linear_of(module, second)
@@ -358,7 +359,7 @@ def _match(module: nn.Module, graph: fx.Graph) -> Layers | None:
 
 
 def _linear_of(module: nn.Module, node: Any) -> tuple[nn.Linear | None, Any]:
-    """Return the linear layer that a node calls, and its input; None for any other node."""
+    """Return the linear layer that a node calls, and the layer's input; (None, None) for any other node."""
     if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.args) != 1:
         return None, None
     layer = module.get_submodule(str(node.target))
@@ -366,7 +367,7 @@ def _linear_of(module: nn.Module, node: Any) -> tuple[nn.Linear | None, Any]:
 
 
 def _activation(node: Any) -> tuple[str, Any]:
-    """Return the name of the activation that a node calls, and its input; empty for any other node."""
+    """Return the name and the input of the activation that a node calls; other nodes have an empty name."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or len(node.args) != 1:
         return "", None
     if node.target is F.gelu:
@@ -376,7 +377,7 @@ def _activation(node: Any) -> tuple[str, Any]:
 
 
 def _before_dropout(node: Any) -> Any:
-    """Return the input of dropout with p = 0; any other node itself."""
+    """Return the input of a dropout with p = 0; return any other node unchanged."""
     while node.target is F.dropout and node.kwargs.get("p") == 0.0:
         node = node.args[0]
     return node

@@ -1,17 +1,18 @@
-"""Logits that are computed only when read, so that an unmodified step computes its loss in tiles.
+"""Logits that are computed only when they are read, so that an unmodified step computes its loss in tiles.
 
-`callbacks/tiled_loss` installs a `LateProjection` in place of an output projection's call. It returns
-`LazyLogits`: a tensor with the shape, dtype and device of the logits that holds only the hidden states.
-`RULES` lists the functions that do not need logits. A loss is computed in tiles; a new shape, dtype or scale
-returns new `LazyLogits`. Every other function gets full logits, and so does every case that a rule does not
-cover. They are computed as the model would have, with their gradients: correct, slower, and counted in
-`readers`.
+`callbacks/tiled_loss` replaces the call of an output projection by a `LateProjection`. The replaced call
+returns `LazyLogits`: a tensor that has the shape, dtype and device of the logits, but holds only the hidden
+states. `RULES` lists the functions that do not need full logits. Under these rules, a loss is computed in
+tiles, and a change of shape, dtype or scale returns new `LazyLogits`. Every other function gets full logits,
+and so does every call that no rule covers. Full logits are computed as the model would have computed them,
+with their gradients. Reading full logits is correct but slower, and `readers` counts these reads.
 
-Losses and full logits are computed inside the module's forward, in a second call with its hooks. ZeRO-3 and
-FSDP2 gather its weights there, and prepare for the backward pass only once.
+Losses and full logits are computed later, in a call of the projection that runs the module's hooks. In these
+hooks, ZeRO-3 and FSDP2 gather the weights and prepare the backward pass. The first call of the projection
+skips the hooks, so each hook runs once.
 
-Why not replace the model's loss or its forward: each model and library computes them with other functions. A
-function that such a patch overlooks would give a wrong result; here, the function gets full logits.
+Why not replace the model's loss or its forward: each model and library uses other functions there. A patch
+that overlooks a function would give a wrong result; here, an unknown function gets full logits.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ METADATA = {
 }  # fmt: skip
 """Methods and attributes that read no values."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
-"""Autograd functions of DeepSpeed 0.19 around a module's output. Other functions may change the gradient."""
+"""Autograd functions of DeepSpeed 0.19 that leave a module's output and its gradient unchanged."""
 FABRIC = "lightning.fabric.wrappers"
-"""Fabric 2.6 adds a hook from this module to a model's outputs: it checks who runs the backward pass."""
+"""Module of the hook with which Fabric 2.6 checks that Fabric itself runs the backward pass."""
 _untraced: Any = torch.compiler.disable
 
 
 @dataclass(frozen=True)
 class Form:
-    """Pending transform of logits l: `softcap * tanh(l / softcap) / temperature`, as in the kernels.
+    """Deferred transform of logits l: `softcap * tanh(l / softcap) / temperature`, as in the kernels.
 
     Args:
         temperature: Divisor of the logits.
-        softcap: Bound of the logits; None for no tanh.
+        softcap: Bound of the logits; with None, no tanh is applied.
         is_class_second: Whether the classes are the second axis, as in `F.cross_entropy`.
-        is_log: Whether a log-softmax follows.
+        is_log: Whether a log-softmax is applied last.
     """
 
     temperature: float = 1.0
@@ -97,11 +98,12 @@ class Call:
 
     Args:
         projection: The projection.
-        x: Its input [*batch, D].
-        state: Everything else that its result depends on, at the time of the call.
+        x: Input of the projection [*batch, D].
+        state: All other state that the logits depend on, recorded at the time of the call.
         autocast: Arguments of `torch.autocast` at the time of the call.
         logits: All logits of the call, in the order in which they were derived.
-        has_loss: Whether a loss was computed in tiles, whose gradient bypasses the logits.
+        has_loss: Whether a loss of these logits was computed in tiles. The gradient of such a loss bypasses
+            the logits.
     """
 
     projection: LateProjection
@@ -113,24 +115,24 @@ class Call:
 
 
 class LazyLogits(Tensor):
-    """Logits [*batch, V] of hidden states x [*batch, D], not computed yet; made by `_lazy`."""
+    """Placeholder for the logits [*batch, V] of hidden states x [*batch, D]; created by `_lazy`."""
 
     call: Call
     x: Tensor
     form: Form
     origin: tuple[LazyLogits, Use] | None
-    """The logits and the function from which it was derived; None for the result of the call."""
+    """Logits and function from which these logits were derived; None for the projection's own result."""
     computed: Tensor | None
 
     def whole(self, reader: str) -> Tensor:
-        """Return the logits that the model would have computed; `reader` is the function that reads them."""
+        """Return the full logits, as the model would have computed them, for the function named `reader`."""
         self.check_graph()
         if self.computed is None:
             self.call.projection.compute(self.call, reader)
-        return self.computed  # pyright: ignore[reportReturnType] - computed with all others of its call
+        return self.computed  # pyright: ignore[reportReturnType] - set by `compute`
 
     def check_graph(self) -> None:
-        """Reject logits returned by an unknown autograd function, which may change their gradient."""
+        """Reject logits that passed through an unknown autograd function, which may change their gradient."""
         if self.grad_fn is not None and type(self.grad_fn).__name__ not in IDENTITIES:
             refuse(self)
 
@@ -138,14 +140,14 @@ class LazyLogits(Tensor):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        # torch's losses take the logits as `input=`; the rules expect them first.
+        # torch's losses also take the logits as `input=`; the rules expect the logits as first argument.
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         name = getattr(func, "__name__", "")
-        # An attribute (`logits.shape`) arrives as the getter of its descriptor, which has the name.
+        # A read of `logits.shape` calls `__get__` of a descriptor, which has the attribute's name.
         if name == "__get__":
             name = func.__self__.__name__
-        # Otherwise the calls below would call this method again, without end.
+        # Without this context, the calls below would recurse into this method.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             if name in METADATA:
                 return func(*args, **kwargs)
@@ -171,12 +173,12 @@ class LazyLogits(Tensor):
     @classmethod
     @override
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A call from C++ gets here without `__torch_function__`.
+        # A call from C++ arrives here without `__torch_function__`.
         return func(*_computed(args, str(func)), **_computed(kwargs or {}, str(func)))
 
 
 def _computed(value: Any, reader: str) -> Any:
-    """Replace lazy logits by computed ones, also in containers."""
+    """Replace lazy logits by full logits, also inside containers."""
     return tree_map_only(LazyLogits, lambda logits: logits.whole(reader), value)
 
 
@@ -200,23 +202,23 @@ def refuse(_: Tensor, value: str = "a loss that bypasses torch's function protoc
 def _lazy(
     call: Call, *, x: Tensor, dtype: torch.dtype, form: Form, requires_grad: bool, origin: Any = None
 ) -> LazyLogits:
-    """Return lazy logits, which occupy no memory; the arguments become attributes."""
-    # [*batch, V], or [B, V, *rest] with the classes second.
+    """Create lazy logits, which allocate no memory; the arguments become their attributes."""
+    # [*batch, V], or [B, V, *rest] if the classes are the second axis.
     size = [*x.shape[:-1], call.projection.width]
     size = [size[0], size[-1], *size[1:-1]] if form.is_class_second else size
     make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.10 to 2.13
     made: LazyLogits = make(LazyLogits, size, dtype=dtype, device=x.device, requires_grad=requires_grad)
     made.call, made.x, made.form, made.origin, made.computed = call, x, form, origin, None
-    # A weak reference: logits that the step has dropped are not computed.
+    # A weak reference, so that logits that the step has dropped are not computed.
     call.logits.append(weakref.ref(made))
-    if requires_grad:  # only a function that bypasses torch's function protocol gives them a gradient
+    if requires_grad:  # only a function that bypasses torch's function protocol gives these logits a gradient
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             made.register_hook(refuse)
     return made
 
 
 class LateProjection:
-    """Delays a linear layer's logits until they are read; `restore` ends that.
+    """Delays the logits of a linear layer until a function reads them; `restore` undoes this.
 
     Args:
         module: An `nn.Linear`, or PEFT's LoRA layer around one.
@@ -224,7 +226,7 @@ class LateProjection:
         tile_budget_mib: As in `linear_cross_entropy`.
 
     Raises:
-        ConfigError: The layer is of another kind.
+        ConfigError: The class of the module is not supported.
     """
 
     def __init__(self, module: nn.Module, name: str, *, tile_budget_mib: float | None = None) -> None:
@@ -243,23 +245,23 @@ class LateProjection:
         self.num_losses = 0
         self.rows = 0  # rows of the largest loss
         self.tile_rows = 0
-        self.held_bytes = 0  # bytes of its logits, which were not allocated
+        self.held_bytes = 0  # bytes of the largest loss's logits, which were not allocated
         self.readers: Counter[str] = Counter()
         """Number of reads of full logits, by function."""
         self.means: list[tuple[object, Tensor]] | None = None
-        """Autograd nodes of mean losses, with their numbers of targets; None if they are not needed."""
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # calls with live logits
+        """Autograd node and number of targets of each mean loss; None if no callback needs these pairs."""
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose logits are still referenced
         self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
-        self._work: Callable[..., Tensor] | None = None  # replaces the module's forward while set
+        self._work: Callable[..., Tensor] | None = None  # replaces the module's forward unless it is None
         self._forward: Callable[..., Tensor] = self.module.forward
         self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
         self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001
 
     def restore(self) -> None:
-        """Make the module compute its logits at its call again."""
+        """Restore the module's own call, which computes the logits immediately."""
         self._step_hook.remove()
         for name, own in (("forward", self._in_forward), ("_call_impl", self._call)):
-            # Another library may have replaced it since, and must keep its replacement.
+            # Another library may have replaced the method since; its replacement must stay.
             if vars(self.module).get(name) == own:
                 del self.module.__dict__[name]
         if self._gathered is not None:
@@ -271,7 +273,7 @@ class LateProjection:
 
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the call of the module: return lazy logits if possible."""
+        """Return lazy logits if possible, in place of the module's own call."""
         x: Any = args[0] if len(args) == 1 and not kwargs else None
         obstacle = "its call" if not isinstance(x, Tensor) or type(x) is LazyLogits else self._obstacle(x)
         if obstacle:
@@ -290,16 +292,16 @@ class LateProjection:
         return _lazy(call, x=x, dtype=dtype, form=Form(), requires_grad=is_trained)
 
     def _obstacle(self, x: Tensor) -> str:
-        """Return why logits must be computed now; empty if they can be computed later."""
+        """Return the reason to compute the logits now; empty if they can be computed later."""
         if vars(self.module).get("forward") != self._in_forward:
             return "its replaced forward"
         functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         if not x.is_floating_point() or not x.ndim or functorch.peek_interpreter_stack() is not None:
-            return "a transform of torch.func"  # it cannot track a tensor that is not computed
+            return "a transform of torch.func"  # torch.func cannot track a tensor without values
         own, of_all = vars(self.module), vars(torch_module)
         hooks = [(*own[name].values(), *of_all[f"_global{name}"].values()) for name in MODULE_HOOKS]
         if any(is_foreign(hook) for each in hooks for hook in each):
-            return "its hooks"  # they would get a loss where they expect logits
+            return "its hooks"  # a hook that expects logits would get a loss
         if not self._is_adapted:
             return ""
         # Dropout would draw another mask when the logits are computed later.
@@ -310,11 +312,11 @@ class LateProjection:
         return ""
 
     def _state(self, x: Tensor) -> tuple[Any, ...]:
-        """Return everything except the values of x that its logits depend on."""
+        """Return the state that the logits depend on, with versions in place of tensor values."""
         module, parameters = self.module, [*self.module.parameters()]
-        # Ids, since an assignment (`layer.weight = ...`) does not change the version of the old weight.
+        # Ids too, since an assignment (`layer.weight = ...`) does not change the version of the old weight.
         weights = [(id(each), each.requires_grad, each.dtype) for each in parameters]
-        # Not of sharded weights, since gathering changes them; inference tensors have none.
+        # Gathering changes the versions of sharded weights; inference tensors have no versions.
         versions = [
             each._version  # noqa: SLF001
             for each in (x, *parameters)
@@ -328,14 +330,14 @@ class LateProjection:
         return versions, weights, module.training, adapter, is_ours
 
     def _in_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the module's forward: run `_work` if it is set."""
+        """Run `_work` if it is set, or else the module's own forward."""
         if self._work is None:
             return self._forward(*args, **kwargs)
         linear, low_rank = self.linear, self._low_rank(*args) if self._is_adapted else None
         return self._work(*args, linear.weight, bias=linear.bias, low_rank=low_rank)
 
     def _low_rank(self, x: Tensor) -> LowRank:
-        """Return the two factors of an adapter's product: scaled low-rank rows, and its second weight."""
+        """Return both factors of an adapter's product: scaled low-rank rows, and the weight of `lora_B`."""
         layer = self.module
         name = layer._plain_adapter(x)  # noqa: SLF001
         low: Tensor = layer.lora_A[name](layer.lora_dropout[name](x))
@@ -345,7 +347,7 @@ class LateProjection:
     def _as_at(self, call: Call, work: Callable[..., Tensor] | None) -> Generator[None]:
         """Run `work` in place of the module's forward, under an earlier call's autocast.
 
-        The state must equal the state at that call.
+        The module's state must still equal the state at the time of that call.
         """
         if call.state != self._state(call.x):
             refuse(call.x, "logits that are read after their weights or inputs have changed")
@@ -358,16 +360,17 @@ class LateProjection:
 
     @_untraced
     def compute(self, call: Call, reader: str) -> None:
-        """Compute all live logits of a call at once, as the model would have.
+        """Compute all logits of a call that are still referenced, as the model would have computed them.
 
-        Then a later write to one of them changes its views too, and nothing else.
+        Derived logits are computed at the same time, so that a later in-place write changes a tensor and its
+        views, and no other logits.
         """
         self.readers[reader] += 1
         for each in call.logits:
             logits = each()
             if logits is None:
                 continue
-            # Build a graph if the logits need one, even if the first reader runs without gradients.
+            # Build a graph if the logits need a gradient, even if their first reader runs under no_grad.
             with torch.set_grad_enabled(logits.requires_grad):
                 if logits.origin is None:
                     with self._as_at(call, None):
@@ -377,7 +380,7 @@ class LateProjection:
                     logits.computed = use.on(source.computed)  # pyright: ignore[reportArgumentType]
 
     def compute_held(self, *_: object) -> None:
-        """Compute logits that the run still holds, for a metric for example, before the weights change."""
+        """Compute logits that the run still holds (for example for a metric) before the weights change."""
         for call in [*self._calls]:
             if any((logits := each()) is not None and logits.computed is None for each in call.logits):
                 self.compute(call, "a reader after the optimizer step")
@@ -388,7 +391,7 @@ class LateProjection:
         """Compute a loss of logits in tiles, with a function of `kernels.cross_entropy`."""
         self.num_losses += 1
         rows = logits.x.reshape(-1, logits.x.shape[-1])
-        # The report shows the largest loss.
+        # The report shows the figures of the largest loss.
         if len(rows) >= self.rows:
             self.rows, self.held_bytes = len(rows), len(rows) * self.width * logits.itemsize
             self.tile_rows = tile_rows_of(rows, self.width, self.tile_budget_mib)
@@ -418,7 +421,7 @@ class LateProjection:
 
 
 def node_of(loss: Tensor) -> Any:
-    """Return the autograd node that computed a loss, skipping DeepSpeed's identities after it."""
+    """Return the autograd node that computed a loss; skip the identities that DeepSpeed applies to losses."""
     node: Any = loss.grad_fn
     while type(node).__name__ in IDENTITIES:
         node = node.next_functions[0][0]
@@ -426,8 +429,8 @@ def node_of(loss: Tensor) -> Any:
 
 
 def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
-    """Reshape the hidden states; valid only if the logits keep V as last axis, so that rows stay whole."""
-    # A meta tensor has no memory, so the function itself shows the new shape.
+    """Reshape the hidden states; return None unless V stays the last axis of the logits."""
+    # Applied to a meta tensor, which has no memory, the function returns the new shape.
     found = use.on(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
     is_same = found.shape[-1:] == (logits.call.projection.width,) and found.dtype == logits.dtype
     if logits.form.is_class_second or not is_same:
@@ -436,16 +439,16 @@ def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
-    """Index the hidden states; valid if the index selects rows and leaves the last axis alone."""
+    """Index the hidden states; return None unless the index selects rows and keeps the full last axis."""
     *batch, width = logits.x.shape
-    # An index that leaves the last axis alone gives the same rows for a last axis of any other length.
+    # An index that keeps the full last axis selects the same rows whatever the length of that axis.
     probe = torch.empty(*batch, logits.call.projection.width + width, device="meta")
-    # The values of a bool index decide the size of the result; other indices have only a shape here.
+    # Keep the values of a bool index, which decide the size of the result; others need only a shape.
     on_meta = tree_map_only(Tensor, lambda i: i if i.dtype == torch.bool else i.to("meta"), use.args[0])
     try:
         found, x = probe[on_meta], use.on(logits.x)
     except (RuntimeError, IndexError):
-        return None  # an index of classes, or an error that indexing the full logits raises
+        return None  # the index selects classes, or is invalid for the full logits too
     is_same = x.shape[-1:] == (width,) and found.shape == (*x.shape[:-1], probe.shape[-1])
     return {"x": x} if is_same and not logits.form.is_class_second else None
 
@@ -453,7 +456,7 @@ def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Move the classes from the last axis to the second."""
     meta = torch.empty(logits.shape, device="meta")
-    # Strides too: an exchange of two axes of equal length changes only them.
+    # Compare strides too: an exchange of two axes of equal length changes only the strides.
     found, wanted = use.on(meta), meta.movedim(-1, min(1, meta.ndim - 1))
     is_same = (found.shape, found.stride()) == (wanted.shape, wanted.stride())
     if logits.form.is_class_second or logits.ndim < 3 or not is_same:
@@ -462,7 +465,7 @@ def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _cast(logits: LazyLogits, use: Use) -> Any:
-    """Accept a wider dtype, since tiled losses are at least float32. A narrower dtype needs full logits."""
+    """Accept a wider dtype, since losses are at least float32; compute full logits for a narrower dtype."""
     to = use.on(torch.empty(0, dtype=logits.dtype, device=logits.device))
     if to.device != logits.device:
         return None
@@ -473,7 +476,7 @@ def _cast(logits: LazyLogits, use: Use) -> Any:
 
 
 def _detached(logits: LazyLogits, _: Use) -> dict[str, Any]:
-    # Without gradients, an autograd function may be calling this on the input that it returns: keep x.
+    # Keep x itself while gradients are disabled: an autograd function may detach an input that it returns.
     x = logits.x.detach() if torch.is_grad_enabled() else logits.x
     return {"x": x, "requires_grad": False}
 
@@ -515,14 +518,14 @@ def _log_softmax(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 def _loss(logits: LazyLogits, use: Use) -> Tensor | None:
     """Compute `F.cross_entropy`, or `F.nll_loss` of a log-softmax, in tiles."""
-    # Positional or by name, as in torch's own signature.
+    # Arguments may be positional or named, as in torch's own signature.
     bound = inspect.signature(use.func).bind(logits, *use.args, **use.kwargs)
     bound.apply_defaults()
     options, projection = bound.arguments, logits.call.projection
     target, _, class_weight = options.pop("target"), options.pop("input"), options.pop("weight")
     is_old = options.pop("size_average") is not None or options.pop("reduce") is not None
     is_class = isinstance(target, Tensor) and not target.dtype.is_floating_point
-    # torch takes axis 1 as the classes, so logits [B, T, V] mean something else.
+    # torch takes axis 1 as the classes, which would be T in logits [B, T, V].
     is_plain = type(target) is not LazyLogits and (logits.ndim <= 2 or logits.form.is_class_second)
     if is_old or not is_class or not is_plain or logits.form.is_log is not (use.func is F.nll_loss):
         return None
@@ -531,7 +534,7 @@ def _loss(logits: LazyLogits, use: Use) -> Tensor | None:
     loss = projection.in_tiles(logits, linear_cross_entropy, target, class_weight=class_weight, **options)
     is_mean = options["reduction"] == "mean" and class_weight is None
     if projection.means is not None and is_mean and loss.grad_fn is not None:
-        # `TiledLoss` looks for this node in the loss that `training_step` returns.
+        # `TiledLoss` compares this node with the node of the loss that `training_step` returns.
         projection.means.append((node_of(loss), (target != options["ignore_index"]).sum()))
     return loss
 
@@ -556,7 +559,7 @@ def _hooked(logits: LazyLogits, use: Use) -> Any:
     """Attach a library's hook that does not read the gradient of logits."""
     hook = use.args[0] if use.args else None
     source = str(getattr(getattr(hook, "func", hook), "__module__", ""))
-    if source.startswith("torch.distributed."):  # FSDP2's hook, which the loss has too
+    if source.startswith("torch.distributed."):  # FSDP2 adds the same hook to the loss
         return use.on(logits)
     return use.on(logits.x) if source == FABRIC and logits.x.requires_grad else None
 
@@ -583,8 +586,8 @@ RULES: dict[Any, Callable[[LazyLogits, Use], Any]] = {
     )
     for func in functions
 }
-"""Functions that accept logits that are not computed, with their rules; others get full logits.
+"""Rules of the functions that accept lazy logits; every other function gets full logits.
 
-A rule returns the function's result, or the changed arguments of `_lazy` for derived logits, or None if the
-function needs full logits.
+A rule returns the function's result, or a dictionary of changed arguments of `_lazy` for derived logits. A
+rule returns None if the function needs full logits.
 """

@@ -1,18 +1,20 @@
 """Choose a policy for each repeated block (keep, recompute or offload), so that a step fits a memory budget.
 
-`callbacks/gradient_checkpointing` calls it for `policy="fit"`. A step is recorded on fake tensors once per
-policy, with that policy for all blocks. Where the forward or backward pass of a block starts, a new segment
-of the recording starts, which belongs to that block. A segment has a net change of live bytes, and a rise
-above its start. Both depend only on the policy of its own block, because a block saves its input no matter
-how the previous block made it. So a few recordings give the peak of any mixture of policies: the maximum over
-segments of the rise plus the net bytes of all earlier segments.
+`callbacks/gradient_checkpointing` calls this module for `policy="fit"`. A step is recorded on fake tensors
+once per policy, with the same policy for all blocks. A new segment of the recording starts where the forward
+or backward pass of a block starts, and belongs to that block. Each segment has a net change of live bytes,
+and a maximum rise of live bytes above its start. The net change and the rise depend only on the policy of the
+segment's block, because a block saves its input under every policy of the previous block. So a few recordings
+give the peak of every mixture of policies. The peak is the maximum, over all segments, of the segment's rise
+plus the net changes of all earlier segments.
 
-The cheapest mixture under a budget is found exactly, block by block. A partial choice is dropped if another
-one holds no more bytes at every later moment and costs no more. Costs are compared by bytes moved to the host
-first, then by FLOPs: on an H100, the copies of `offload` did not overlap and took 3 times as long as
-recomputation. The chosen mixture is then predicted in full. If that shows a higher peak than the sum, blocks
-do influence each other, and the limit is lowered by the difference. A single policy for all blocks is always
-a candidate, so the result is never worse.
+The search for the cheapest mixture within a budget is exact, and extends partial choices block by block. A
+partial choice is dropped if another partial choice costs no more and holds no more bytes in every later
+segment. Costs are compared first by bytes moved to the host, and then by FLOPs. On an H100, the copies of
+`offload` did not overlap with computation and took 3 times as long as recomputation. The step is then
+predicted with the chosen mixture. If the predicted peak is higher than the sum of segments, the blocks
+influence each other, and the limit is lowered by the difference. A single policy for all blocks is always a
+candidate, so the result is never worse than the best single policy.
 
 Why not in the planner, when a recipe starts: a plain Trainer has no planner. Why a second Trainer with new
 technique objects: the run's own objects have already changed the run's module, and a technique is fully
@@ -56,7 +58,7 @@ from lightning_eff.report.recording import Recorder
 
 KEY = "callbacks.gradient_checkpointing"
 POLICIES = (KEEP, "selective", "full", "offload")
-"""Policies; each saves more than the previous ones."""
+"""All policies, ordered by the memory that they save, from none to most."""
 MAX_CORRECTIONS = 4
 """Number of mixtures to predict before the search falls back to a single policy."""
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -70,8 +72,9 @@ class UnpredictableError(Exception):
 class Segments:
     """A recorded step, cut where the forward and backward passes of blocks start.
 
-    For each segment: its block; `net`, the change of live bytes from its start to its end; `rise`, the
-    maximum of live bytes minus their number at its start; its FLOPs; and the bytes moved to the host.
+    All lists and arrays have one entry per segment. `net` is the change of live bytes from the start to the
+    end of a segment. `rise` is the maximum of live bytes in a segment, minus the live bytes at the start.
+    `flops` are the FLOPs in a segment, and `moved_bytes` are the bytes moved to the host.
     """
 
     peak_bytes: int
@@ -87,8 +90,8 @@ class Segments:
 
     @classmethod
     def of(cls, recorder: Recorder, marks: Sequence[tuple[str, int, int]], *, on_device: bool) -> Segments:
-        """Cut a recording at marks: the name of the starting block, and events and FLOPs so far."""
-        # CUDA's allocator rounds every block up.
+        """Cut a recording at marks; a mark has the starting block's name, and the events and FLOPs so far."""
+        # CUDA's caching allocator rounds the size of every allocation up to this unit.
         unit = CUDA_BLOCK_BYTES if on_device else 1
         sizes: dict[int, int] = {}
         live, moved = [0], [0]
@@ -96,11 +99,11 @@ class Segments:
             size = -(-event.num_bytes // unit) * unit
             is_on_host = event.allocation in recorder.on_host
             moved.append(moved[-1] + size * is_on_host)
-            # An event has the new size of its allocation, 0 for a free. Host memory is not the device's.
+            # An event has the new size of its allocation, or 0 for a free. Host memory counts only on a CPU.
             change = 0 if is_on_host and on_device else size - sizes.get(event.allocation, 0)
             sizes[event.allocation] = size
             live.append(live[-1] + change)
-        # live[i] is the number of bytes before event i: a segment from cut a to cut b has live[a] to live[b].
+        # live[i] is the live bytes before event i, so a segment from cut a to cut b has live[a] to live[b].
         cuts = [*(index for _, index, _ in marks), len(recorder.events)]
         rise = [max(live[start : end + 1]) - live[start] for start, end in pairwise(cuts)]
         return cls(
@@ -138,7 +141,7 @@ class RecordBlocks(pl.Callback):
         self.marks.append((name, len(self._recorder.events), self._recorder.flops))
 
     def _enter(self, name: str, *_: object) -> None:
-        if not in_backward():  # else the block is being recomputed, in a segment that has started already
+        if not in_backward():  # otherwise the block is recomputed, in a segment that has already started
             self._mark(name)
 
     def _leave(self, name: str, _block: object, _inputs: object, output: object) -> None:
@@ -153,7 +156,7 @@ class MemoryFit:
 
     Args:
         trainer: The run's Trainer, during the `setup` of its callbacks.
-        own: The callback that chooses; it takes no part in the predictions.
+        own: The run's `GradientCheckpointing`, which predictions leave out.
         module: The module, before techniques have changed it.
 
     Raises:
@@ -172,38 +175,38 @@ class MemoryFit:
                 self._twin = self._fakes.of(module)
         except Exception as error:  # a user's module may hold objects that cannot be copied
             raise _not_predicted(root_cause_line(error)) from error
-        # The original's `configure_model` was replaced, with changes to the original: undo it on the copy.
+        # Techniques have replaced the `configure_model` of the original. Restore the copy's own method.
         model_surgery.restore(self._twin)
-        # These hooks have already been called with the batch that predictions use.
+        # These hooks have already been called with the batch that predictions use, so replace them.
         for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
             setattr(self._twin, hook, lambda batch, *_: batch)
         if is_compiled(module):
             raise _not_predicted("what its own compiled modules keep is the compiler's choice")
 
     def choose(self, module: pl.LightningModule, batch: Any) -> None:
-        """Choose policies before the module's first step, the same on all ranks.
+        """Choose the same policies on all ranks, before the module's first step.
 
         Raises:
-            ConfigError: No choice keeps the budget, or a step cannot be predicted.
+            ConfigError: No choice fits the budget, or a step cannot be predicted.
         """
         gpu = devices.gpu_of(next(module.parameters()))
         memory_bytes = allocator.total_bytes(torch.device("cpu")) if gpu is None else gpu.memory_bytes
         # The minimum over ranks, as the negative of a maximum.
         budget_bytes = -self._most([-num_bytes(self._own.memory, memory_bytes)])[0]
-        # DDP's buckets are as large as the gradients. No operator allocates them, so no recording has them.
+        # DDP's buckets are as large as the gradients. No operator allocates the buckets, so add their bytes.
         trained_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
         buckets_bytes = trained_bytes if gpu is not None and self._trainer.world_size > 1 else 0
         names = list(model_surgery.select_blocks(module, self._own.blocks))
         predict = functools.partial(self._predict, batch, gpu)
         reason, chosen, peak_bytes = "", {}, 0
         try:
-            # `offload` is the last policy; on a CPU it saves nothing.
+            # `offload`, the last policy, saves nothing on a CPU.
             policies = POLICIES if gpu is not None else POLICIES[:-1]
             chosen, peak_bytes = choose(predict, budget_bytes - buckets_bytes, policies)
         except UnpredictableError as error:
             reason = str(error)
         own = [POLICIES.index(chosen.get(name, KEEP)) for name in names]
-        # If ranks differ, take the policy that saves most: policies are ordered, so it has the largest index.
+        # If ranks differ, take the policy that saves the most memory: the largest index in `POLICIES`.
         has_failed, *indices = self._most([bool(reason), *own])
         if has_failed:
             raise _not_predicted(reason or "on another rank")
@@ -222,7 +225,7 @@ class MemoryFit:
         del self._twin
 
     def outcome(self) -> Outcome:
-        """Report the chosen policies, the predicted peak, and the device's peak if it records one."""
+        """Report the chosen policies, the predicted peak, and the measured peak on devices that record it."""
         if not self._budget_bytes:
             return Outcome(did="nothing chosen yet", effective=False)
         device = self._trainer.strategy.root_device
@@ -244,12 +247,12 @@ class MemoryFit:
         trainer: Any = self._trainer
         recorder = Recorder()
         marks = RecordBlocks(policies, self._own.blocks, recorder)
-        # Predicted steps draw random numbers, for example for dropout: the run must draw the same ones again.
+        # Predicted steps draw random numbers, for example for dropout, so restore the random states below.
         states = random_states.capture(trainer.strategy.root_device)
         num_batches = trainer.num_training_batches
         with ExitStack() as stack:
             if Fakes.opened() is None:
-                stack.enter_context(real_tensors())  # the report must not count these steps
+                stack.enter_context(real_tensors())  # the report must not count predicted steps
                 stack.enter_context(self._fakes)
                 stack.enter_context(CudaOperators(gpu.capability if gpu is not None else 0))
                 stack.enter_context(devices.predicted(gpu))
@@ -270,7 +273,7 @@ class MemoryFit:
     def _new_trainer(self, marks: RecordBlocks) -> pl.Trainer:
         trainer: Any = self._trainer
         others = [each for each in rules.callbacks_of(trainer) if isinstance(each, Technique)]
-        # GradientAccumulation sets the number of batches itself, and rejects a Trainer that already has one.
+        # GradientAccumulation sets `accumulate_grad_batches`, and rejects a Trainer that sets the number too.
         is_accumulating = any(name_of(each) == "callbacks/gradient_accumulation" for each in others)
         return pl.Trainer(
             accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
@@ -280,7 +283,7 @@ class MemoryFit:
             accumulate_grad_batches=1 if is_accumulating else self._accumulate_grad_batches,
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            max_steps=trainer.max_steps, max_epochs=trainer.max_epochs,  # schedules read them
+            max_steps=trainer.max_steps, max_epochs=trainer.max_epochs,  # learning-rate schedules read both
         )  # fmt: skip
 
 
@@ -291,12 +294,12 @@ def _not_predicted(reason: str) -> ConfigError:
 
 
 def remade(technique: Any, **changed: Any) -> Any:
-    """Make a new object with the arguments of a technique or precision plugin, some of them changed."""
+    """Construct a technique or precision plugin again with the same arguments, except those in `changed`."""
     arguments = {
-        # `given_x` holds an argument whose attribute `x` a base class already uses (core/technique.py).
+        # `given_x` holds the argument `x` if a base class already uses the attribute `x` (core/technique.py).
         name: changed.get(name, getattr(technique, f"given_{name}", getattr(technique, name, None)))
         for name in inspect.signature(type(technique)).parameters
-        if name != "scaler"  # the scaler is on the run's device
+        if name != "scaler"  # a scaler belongs to the run's device
     }
     return type(technique)(**arguments)
 
@@ -311,20 +314,20 @@ class Mixtures:
     def __init__(self, runs: Mapping[str, Segments]) -> None:
         self.policies = list(runs)
         first = next(iter(runs.values()))
-        # Segments of different recordings are combined by position, so they must be of the same blocks.
+        # Segments of different recordings are combined by position, so the order of blocks must be the same.
         if any(each.blocks != first.blocks for each in runs.values()):
             raise UnpredictableError("the blocks are called in another order under another policy")
-        # Each block has several segments: forward, backward, and once more per micro-batch and step.
+        # Each block has one segment per forward pass and per backward pass, of each micro-batch and step.
         self.names = list(dict.fromkeys(first.blocks))
         self.first_bytes, self.start_bytes = first.first_bytes, first.start_bytes
-        # Arrays [blocks, policies, segments], zero in the segments of other blocks.
+        # Arrays [blocks, policies, segments], with zeros in the segments of other blocks.
         is_own = np.array([[each == name for each in first.blocks] for name in self.names])[:, None]
         net, rise, flops, moved = (
             np.where(is_own, np.array([getattr(each, name) for each in runs.values()], np.int64), 0)
             for name in ("net", "rise", "flops", "moved_bytes")
         )
-        # Bytes that a block adds to the maximum in each segment: the net bytes of its earlier segments, plus
-        # the rise if the segment is its own.
+        # Bytes that a block adds to the maximum in each segment: the net bytes of the block's earlier
+        # segments, plus the rise if the segment belongs to the block.
         self.added: Numbers = np.cumsum(net, axis=2) - net + rise
         is_changed = np.broadcast_to(np.arange(len(runs)) > 0, net.shape[:2])
         costs = (moved.sum(axis=2), flops.sum(axis=2), is_changed)
@@ -340,18 +343,19 @@ class Mixtures:
         return max(self.first_bytes, self.start_bytes + int(self._picked(self.added, choice).max()))
 
     def cost(self, choice: Policies) -> list[int]:
-        """Return moved bytes, FLOPs and number of changed blocks, compared in this order; less is better."""
+        """Return moved bytes, FLOPs and the number of changed blocks, to be compared in this order."""
         return self._picked(self.costs, choice).tolist()
 
     def cheapest(self, limit_bytes: int) -> Policies | None:
-        """Return the mixture with the smallest `cost` whose peak is within a limit; None if there is none."""
-        # `slack` is the room in each segment if every block has the policy that is smallest there.
+        """Return the mixture with the smallest `cost` whose peak is within a limit; None if nothing fits."""
+        # `slack` is the number of free bytes in each segment if every block has its smallest policy there.
         least = self.added.min(axis=1)
         slack = limit_bytes - self.start_bytes - least.sum(axis=0)
         if limit_bytes < self.first_bytes or (slack < 0).any():
             return None
         extra, count = self.added - least[:, None], len(self.policies)
-        # Per partial choice [rows]: bytes above that minimum by segment, costs, and policies so far.
+        # One row per partial choice: bytes above the minimum [rows, segments], costs [rows, 3], and the
+        # policies chosen so far [rows, blocks].
         used, costs = np.zeros((1, extra.shape[2]), np.int64), np.zeros((1, 3), np.int64)
         picks = np.zeros((1, 0), np.int64)
         for index in range(len(self.names)):
@@ -362,7 +366,7 @@ class Mixtures:
             rows = np.flatnonzero((used <= slack).all(axis=1))
             if not len(rows):
                 return None
-            # Compare only segments in which the bytes of a later block still depend on its policy.
+            # Compare only segments whose bytes still depend on the policy of a later block.
             is_open = extra[index + 1 :].any(axis=(0, 1))
             rows = rows[_undominated(used[rows][:, is_open], costs[rows])]
             used, costs, picks = used[rows], costs[rows], picks[rows]
@@ -381,11 +385,11 @@ class Mixtures:
 def _undominated(used: Numbers, costs: Numbers) -> list[int]:
     """Return the Pareto-optimal rows, the cheapest first.
 
-    A row is dropped if another one costs no more and uses no more bytes in any segment.
+    A row is dropped if another row costs no more and uses no more bytes in every segment.
     """
-    different = np.unique(used, axis=1)  # equal columns give the same comparison
+    different = np.unique(used, axis=1)  # equal columns would repeat a comparison
     kept: list[int] = []
-    # In the order of costs, then bytes: a row can be dominated only by an earlier one.
+    # Rows are sorted by costs and then by bytes, so only an earlier row can dominate a row.
     for row in np.lexsort([different.sum(axis=1), *costs.T[::-1]]):
         if not kept or not (different[kept] <= different[row]).all(axis=1).any():
             kept.append(int(row))
@@ -397,7 +401,8 @@ def choose(
 ) -> tuple[Policies, int]:
     """Return the cheapest policies within a budget, and their peak.
 
-    If no policies fit, return those with the smallest peak. `policies` are the candidates, `keep` first.
+    If nothing fits, return the policies with the smallest peak. `policies` lists the candidates, with `keep`
+    first.
     """
     plain = predict({})
     names = list(dict.fromkeys(plain.blocks))
@@ -405,7 +410,7 @@ def choose(
         return {}, plain.peak_bytes
     runs = {KEEP: plain} | {policy: predict(dict.fromkeys(names, policy)) for policy in policies[1:]}
     mixtures = Mixtures(runs)
-    # If nothing fits, find the smallest peak, which the error then names.
+    # If nothing fits, search for the smallest peak, because the error message names it.
     goal = limit = budget_bytes if mixtures.cheapest(budget_bytes) else mixtures.smallest_bytes()
     found = [(dict.fromkeys(names, policy), run.peak_bytes) for policy, run in runs.items()]
     for _ in range(MAX_CORRECTIONS):
@@ -416,17 +421,17 @@ def choose(
         found.append((dict(choice), peak_bytes))
         if peak_bytes <= goal:
             break
-        # Blocks influence each other here: lower the limit by the error of the sum.
+        # The blocks influence each other, so lower the limit by the error of the computed peak.
         limit -= peak_bytes - mixtures.peak_bytes(choice)
     fitting = [each for each in found if each[1] <= budget_bytes]
     if not fitting:
         return min(found, key=lambda each: each[1])
-    # Single policies are candidates too, so the result is never worse than the best of them.
+    # Single policies are candidates too, so the result is never worse than the best single policy.
     return min(fitting, key=lambda each: mixtures.cost(each[0]))
 
 
 def num_bytes(memory: str | float, device_bytes: int) -> int:
-    """Return the bytes of a size with its unit, or of a fraction of a device's memory.
+    """Return the number of bytes in a size with a unit, or in a fraction of a device's memory.
 
     Raises:
         ConfigError: The text is not a size.

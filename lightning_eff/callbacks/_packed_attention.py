@@ -1,13 +1,13 @@
 """Attention within the documents of packed rows, for models of transformers, without a T x T mask.
 
-`callbacks/attention` installs it. Packed rows [B, T] hold several documents; `position_ids` start at 0 in
-each document. A variable-length kernel computes all rows as one sequence of B x T tokens. The kernel gets the
-starts of the documents in place of a mask. The starts are computed once per batch, since every layer gets the
-same tensor of positions.
+`callbacks/attention` installs this attention function. Packed rows [B, T] hold several documents;
+`position_ids` start at 0 in each document. A variable-length kernel computes all rows as one sequence of B x
+T tokens. The kernel gets the starts of the documents in place of a mask. The starts are computed once per
+batch, since every layer gets the same tensor of positions.
 
-transformers masks documents only in a call without a cache (by default, it makes one) and without an
-`attention_mask`. In any other call, each document silently attends to earlier documents of its row. The hook
-`reject_joined_documents` turns that into an error.
+transformers masks documents only in calls without a cache and without an `attention_mask`; by default, a call
+makes a cache. In all other calls, each document silently attends to earlier documents of its row. The hook
+`reject_joined_documents` raises an error after such a call.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lightning_eff.core.errors import ConflictError, Remedy
 NAME = "lightning_eff_varlen"
 """Name under which the attention function is registered with transformers."""
 NOT_COMPUTED = ("dropout", "softcap", "position_bias", "s_aux", "sinks")
-"""Arguments of transformers that change scores, which the kernel does not support."""
+"""Arguments of transformers that change scores in ways that the kernel does not support."""
 MASK_TENSORS = 2
 """Number of tensors in the closure of a document mask: document numbers and positions."""
 MIN_CAPABILITY = 80
 MAX_HEAD_SIZE = 256
 MAX_CHECKED = 4096**2
-"""Maximum number of (query, key) pairs of a row whose mask is compared with its documents."""
+"""Maximum number of (query, key) pairs per row at which the mask is compared with the documents."""
 
 
 class Documents(NamedTuple):
     """Starts of a batch's documents, with all rows concatenated.
 
     Args:
-        starts: `[n + 1]`, int32; the last is B x T.
+        starts: Starts of n documents, `[n + 1]`, int32; the last value is B x T.
         longest: Number of tokens in the longest document.
     """
 
@@ -50,7 +50,7 @@ class Documents(NamedTuple):
 
 
 class LateMask:
-    """The mask that `sdpa` would get, made only if a batch is not packed.
+    """The mask for `sdpa`, which is made only if a batch is not packed.
 
     Args:
         arguments: Arguments that transformers passes to `sdpa_mask`.
@@ -66,16 +66,16 @@ class LateMask:
         return self._make()
 
     def is_of(self, documents: Documents, window: tuple[int, int]) -> bool:
-        """Return whether the mask lets each token attend to exactly its document, window and direction.
+        """Return whether the mask limits each token to exactly its document, the window and the direction.
 
-        In a row of more than `MAX_CHECKED` pairs, only queries before its longest document's end are checked.
+        In a row of more than `MAX_CHECKED` pairs, only the last queries of the longest document are checked.
         """
         rows = range(self.arguments["batch_size"])
         return all(self._is_row_of(row, documents.starts, window) for row in rows)
 
     def _is_row_of(self, row: int, starts: Tensor, window: tuple[int, int]) -> bool:
         length, function = self.arguments["kv_length"], self.arguments["mask_function"]
-        # Starts relative to the row; the last one is the end of the row.
+        # Starts relative to the row; the last value is the end of the row.
         starts = starts[(starts >= row * length) & (starts <= (row + 1) * length)] - row * length
         stop = int(starts[1:][starts.diff().argmax()])
         # Compare queries `first` to `stop`, the end of the longest document, with all keys.
@@ -102,22 +102,22 @@ class LateMask:
 
 
 class PackedAttention:
-    """The attention function of a model; collects figures for the report."""
+    """The attention function of a model; also collects figures for the report."""
 
     def __init__(self, kernel: Callable[..., Tensor] | None = None) -> None:
         self.kernel: Callable[..., Any] | None = kernel
-        """Has the signature of `torch.nn.attention.varlen.varlen_attn`, which None stands for."""
+        """Kernel with the signature of `torch.nn.attention.varlen.varlen_attn`; None means `varlen_attn`."""
         self.num_batches = 0
         self.num_documents = 0
         self.mask_bytes = 0
         """Bytes of the largest bool mask that was avoided."""
         self._checked: dict[tuple[type[nn.Module], tuple[int, int]], int] = {}
-        """By layer class and window: tokens of the longest document whose mask was checked."""
+        """Tokens of the longest document whose mask was checked, by layer class and window."""
         self._positions: Callable[[], Tensor | None] = lambda: None
         """Weak reference to the positions of the last batch."""
         self._version_and_rows = (0, 0)
         self._documents: Documents | None = None
-        """Documents of these positions."""
+        """Documents of the last batch; None if every row is a single document."""
 
     def documents_of(self, position_ids: Tensor, num_rows: int) -> Documents | None:
         """Return the documents of positions [B or 1, T]; None if every row is a single document.
@@ -126,7 +126,7 @@ class PackedAttention:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
             Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
         """
-        # Every layer passes the same tensor: compute its documents again only after a write to it.
+        # Every layer passes the same tensor: compute its documents again only after a write to this tensor.
         version = 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
         if self._positions() is position_ids and self._version_and_rows == (version, num_rows):
             return self._documents
@@ -165,11 +165,11 @@ class PackedAttention:
             kwargs: Further arguments of transformers, among them `position_ids`.
 
         Returns:
-            `[B, T, H, E]`, and no weights.
+            The result `[B, T, H, E]`, and None in place of attention weights.
 
         Raises:
-            ConflictError: Rows are packed, and the layer changes its scores or its mask separates other
-                tokens than documents.
+            ConflictError: Rows are packed, and the layer changes its scores, has a custom mask, or has
+                different head sizes of queries and values.
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -195,7 +195,7 @@ class PackedAttention:
     def _compute(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, **options: Any
     ) -> Tensor:
-        """Return `[B, T, H, E]`, computed with all rows as one sequence of documents."""
+        """Compute attention with all rows as one sequence of documents; return `[B, T, H, E]`."""
         if self.kernel is None:
             from torch.nn.attention.varlen import varlen_attn
 
@@ -216,8 +216,8 @@ class PackedAttention:
     ) -> None:
         """Reject a layer that changes its scores or has a custom mask.
 
-        A mask is checked once per layer class and window. It is checked again for a longer document, because
-        documents that are shorter than the mask's window do not reveal this window.
+        A mask is checked once per layer class and window. The check is repeated for a longer document,
+        because documents that are shorter than the mask's window do not reveal this window.
         """
         rejected = [name for name in NOT_COMPUTED if given.get(name) is not None]
         if rejected:
@@ -230,13 +230,14 @@ class PackedAttention:
 
 
 def make_mask(**arguments: Any) -> LateMask | Tensor | None:
-    """Return a `LateMask` if a layer may not need the mask: in training, without a cache.
+    """Return a `LateMask` in training without a cache, because layers may then not need the mask.
 
-    A mask that depends on more than the documents (for example on the places of images) is made at once.
+    A mask that depends on more than the documents (for example on the positions of images) is made
+    immediately.
     """
     late = LateMask(**arguments)
     is_training = torch.is_grad_enabled() and arguments["q_length"] == arguments["kv_length"]
-    # transformers builds mask functions as closures; a custom one refers to further tensors.
+    # transformers builds mask functions as closures; a custom function refers to further tensors.
     is_custom = arguments.get("use_vmap", False) or _num_tensors(arguments["mask_function"]) > MASK_TENSORS
     # A cache makes queries and keys differ in length.
     return late if is_training and not is_custom else late.dense
@@ -251,7 +252,7 @@ def _num_tensors(value: Any) -> int:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Cast an operand to autocast's dtype, which autocast itself does not do for these kernels."""
+    """Cast an operand to autocast's dtype, because autocast itself does not cast for these kernels."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -268,8 +269,8 @@ def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
 
     Args:
         model: A model of transformers.
-        device: Device of its weights.
-        dtype: Dtype in which it computes.
+        device: Device of the model's weights.
+        dtype: Dtype in which the model computes.
     """
     from torch.nn.attention import varlen
 
@@ -292,7 +293,7 @@ def _why_not_config(config: Any) -> str:
         return "the model attends in chunks"
     try:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    except (AttributeError, TypeError):  # sizes by stage, or no attention at all
+    except (AttributeError, TypeError):  # the config has sizes per stage, or no attention at all
         return "the model's head size is unknown"
     is_fit = size <= MAX_HEAD_SIZE and size % 8 == 0
     return "" if is_fit else f"head size {size}: kernels accept multiples of 8 up to {MAX_HEAD_SIZE}"
@@ -300,7 +301,7 @@ def _why_not_config(config: Any) -> str:
 
 @contextmanager
 def switched(model: Any, name: str, function: PackedAttention | None = None) -> Generator[None]:
-    """Inside the context, replace `sdpa` in a model of transformers by another attention."""
+    """Inside the context, replace `sdpa` in a model of transformers by another attention function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if function is not None:
@@ -321,11 +322,12 @@ def switched(model: Any, name: str, function: PackedAttention | None = None) -> 
 
 
 def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
-    """Return whether a row has more than one document; waits for a GPU.
+    """Return whether at least one row has several documents; the call waits for a GPU.
 
     Args:
-        position_ids: `[B or 1, T]`; they start at 0 in each document.
-        attention_mask: `[B, T]`, 0 for padding, whose positions are ignored; None for no padding.
+        position_ids: Positions `[B or 1, T]`, which start at 0 in each document.
+        attention_mask: Mask `[B, T]`, 0 for padding; positions of padding are ignored. None if there is no
+            padding.
 
     Example:
         >>> positions = torch.tensor([[0, 1, 2, 0, 1]])
@@ -343,7 +345,7 @@ def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
 
 
 def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Reject a call whose documents attended to each other; a forward hook with keywords.
+    """Reject a call whose documents attended to each other; used as a forward hook with keywords.
 
     Raises:
         ConflictError: Rows are packed, and the model was called with a cache or an `attention_mask`.
@@ -355,7 +357,7 @@ def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: A
     has_cache = any(hasattr(value, "get_seq_length") for value in values)
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     is_asked_for = has_cache or mask is not None
-    is_of_the_user = mask is not None and getattr(mask, "ndim", 0) != 2  # a mask of scores
+    is_of_the_user = mask is not None and getattr(mask, "ndim", 0) != 2  # a mask in the shape of scores
     if not is_asked_for or is_of_the_user or not is_packed(positions, mask):
         return
     what, remedies = "an attention_mask", ["omit attention_mask where documents are packed"]

@@ -1,6 +1,7 @@
-"""Recompute blocks of a model in the backward pass, each by its policy.
+"""Recompute blocks of a model in the backward pass, with one policy per block.
 
-`gradient_checkpointing.py` uses it on the model, and `_memory_fit.py` on copies, to try policies.
+`gradient_checkpointing.py` applies `recompute` to the user's model. `_memory_fit.py` applies `recompute` to
+copies of the model, to try policies.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ KEPT_OPERATIONS = [
         )
     ),
 ]
-"""Operations whose outputs `selective` keeps: they take the most time per byte of output."""
+"""Operations whose outputs `selective` keeps, because these operations take the most time per output byte."""
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Returns contexts for a forward and its recomputation; `context_fn` of `torch.utils.checkpoint`."""
+"""Function that returns contexts for a forward pass and its recomputation, as torch's `context_fn` does."""
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Argument names of a key-value cache in Hugging Face's layers."""
 _OFF = Remedy("~callbacks.gradient_checkpointing", "remove GradientCheckpointing")
@@ -61,14 +62,15 @@ _MARK = "_recomputed_by"
 def keep_outputs(
     operations: Collection[object],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for a forward that keeps the outputs of some operations, and for its recomputation.
+    """Return contexts for a forward pass that keeps outputs of some operations, and for its recomputation.
 
-    Outputs that the forward modifies in place are recomputed nevertheless. Recurrent layers modify every
-    product. A GRU does so through views without a common version counter, which PyTorch's check misses.
+    Outputs that the forward pass modifies in place are recomputed anyway. Recurrent layers modify the output
+    of every matrix product. A GRU modifies the outputs through views without a common version counter, so
+    PyTorch's own check misses the change.
     """
 
     def policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
-        schema = getattr(operation, "_schema", None)  # higher-order operators have none
+        schema = getattr(operation, "_schema", None)  # higher-order operators have no schema
         written = [
             args[index] if index < len(args) else kwargs.get(argument.name)
             for index, argument in enumerate(schema.arguments if schema is not None else ())
@@ -76,7 +78,7 @@ def keep_outputs(
         ]
         memories = [t.untyped_storage() for t in tree_leaves(written) if isinstance(t, Tensor)]
         for outputs in list[Any](storage.values()) if memories else ():
-            # A dict by index in torch 2.13, a list in earlier versions.
+            # `outputs` is a dict by index in torch 2.13, and a list in earlier versions.
             for index, output in [*(outputs.items() if isinstance(outputs, dict) else enumerate(outputs))]:
                 kept = [getattr(item, "val", None) for item in tree_leaves(output)]
                 held = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, Tensor)]
@@ -88,7 +90,7 @@ def keep_outputs(
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    # `policy` refers to the storage only: a cycle with `forward` would keep all outputs alive.
+    # `policy` refers only to the storage: a reference cycle with `forward` would keep all outputs alive.
     storage = forward.storage
     return forward, _Recomputation(recomputation, storage)
 
@@ -100,7 +102,7 @@ class _Recomputation:
         self._mode, self._storage = mode, storage
 
     def __enter__(self) -> None:
-        # torch's context pops each output that it returns, so give it a copy.
+        # torch's context removes each output that it returns, so it gets a copy of the storage.
         self._mode.storage = {operation: copy.copy(outputs) for operation, outputs in self._storage.items()}
         self._mode.__enter__()
 
@@ -112,23 +114,23 @@ class _Recomputation:
 class RecomputedBlock:
     """Recomputes a block's activations until `remove` is called.
 
-    Two hooks around the block's forward drive PyTorch's non-reentrant checkpoint. So the block keeps its
-    class, name and keys, and a compiled forward inside stays compiled. Differences to PyTorch's checkpoint:
+    Two hooks around the block's forward run PyTorch's non-reentrant checkpoint. So the block keeps its class,
+    name and keys, and a compiled forward inside stays compiled. Differences from PyTorch's checkpoint:
 
-    - The recomputation sees the block's modules, and containers among the inputs, as they were at the call
-      (`CallState`). What it writes to them is undone.
-    - Tensors passed by keyword are treated like positional ones.
+    - The recomputation sees the block's modules, and the containers among its inputs, in their state at the
+      call (`CallState`). The recomputation's writes to modules and containers are undone.
+    - Tensors passed by keyword are treated like positional tensors.
     - The inputs may be offloaded to host memory.
     - Errors name the block.
 
     Why not `torch.distributed._composable.checkpoint`, which uses the same generator: its hooks cannot be
-    removed, a second backward through a retained graph fails, and it ignores tensors passed by keyword.
+    removed, a second backward through a retained graph fails, and tensors passed by keyword are ignored.
 
     Args:
         block: Any module.
         name: The block's name, for errors.
-        contexts: Contexts around the forward and the recomputation, for `selective`.
-        host: Offloads the block's inputs until the backward pass; None keeps them on the device.
+        contexts: Returns the contexts around the forward pass and the recomputation, for `selective`.
+        host: Offloads the block's inputs until the backward pass; None keeps the inputs on the device.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class RecomputedBlock:
         self._is_recomputing = False
         untraced: Any = torch.compiler.disable  # the block may be compiled, but not these hooks
         self._handles = [
-            # Prepend: other hooks, which may change the inputs, then run inside the checkpoint, in both runs.
+            # Prepend, so that other hooks, which may change the inputs, run again in the recomputation.
             block.register_forward_pre_hook(untraced(self._before), with_kwargs=True, prepend=True),
             block.register_forward_hook(untraced(self._after), prepend=True, always_call=True),
         ]
@@ -160,7 +162,7 @@ class RecomputedBlock:
 
     @staticmethod
     def of(block: nn.Module) -> RecomputedBlock | None:
-        """Return the object that recomputes a block; None if it is not recomputed."""
+        """Return the object that recomputes a block; None if the block is not recomputed."""
         return block.__dict__.get(_MARK)
 
     def remove(self) -> None:
@@ -172,7 +174,7 @@ class RecomputedBlock:
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A recomputation runs the block as usual; without gradients no activations are kept.
+        # A recomputation runs the block without a checkpoint; without gradients no activations are kept.
         if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
         # Hugging Face's models pass a key-value cache to their layers even in training. The recomputation
@@ -192,18 +194,18 @@ class RecomputedBlock:
         )
         # An empty cache is not needed in training: pass None in its place.
         args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
-        # By position where possible: torch saves only positional tensors like activations.
+        # Pass tensors by position where possible, because torch saves only positional tensors.
         positional, keywords = list(args), dict(given)
         while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
             positional.append(keywords.pop(self._names[len(positional)]))
         frame = self._new_frame(block, positional, keywords, len(args))
-        # These hooks offload the inputs only: inside the block, the checkpoint's own hooks are innermost.
+        # These hooks offload only the inputs: inside the block, the checkpoint's own hooks are innermost.
         host = self._host
         offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
         offloading.__enter__()
         # Run the generator up to the block's forward; `_after` resumes it.
         next(frame)
-        # A list, since a block may call itself.
+        # `_frames` is a stack, because a block may call itself.
         self._frames.append((frame, offloading))
         return args, given
 
@@ -219,7 +221,7 @@ class RecomputedBlock:
     def _new_frame(
         self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_positional: int
     ) -> Generator[None]:
-        """Return the checkpoint of one forward; the first `num_positional` of `args` pass by position."""
+        """Return the checkpoint of a forward pass; the block gets `num_positional` of `args` by position."""
         forward, recomputation = self._contexts()
         # torch itself saves positional tensors, and checks their versions.
         noted = [each for each in args if not isinstance(each, Tensor)]
@@ -228,7 +230,7 @@ class RecomputedBlock:
         @contextmanager
         def first() -> Generator[None]:
             autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-            # The checkpoint's own hooks: `unpack` recomputes. Wrap it, to explain its errors.
+            # These are the checkpoint's own hooks. `unpack` runs the recomputation, which may raise errors.
             pack, unpack = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
 
             def explained(saved: Any) -> Any:
@@ -243,8 +245,8 @@ class RecomputedBlock:
                 yield
             state.end_forward()
 
-        # Enters its contexts itself: torch would enter the same context object again in a second backward
-        # through a retained graph.
+        # `again` enters its contexts itself, because torch would enter the same context object again in a
+        # second backward pass through a retained graph.
         def again(*args: Any, **kwargs: Any) -> None:
             self.num_recomputed += 1
             named = dict(zip(self._names[num_positional:], args[num_positional:], strict=False))
@@ -257,13 +259,14 @@ class RecomputedBlock:
 
         # By position: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
         options = (True, lambda: (first(), nullcontext()), "default", False, self._stops_early)
-        # torch 2.13: a generator that stops just before the forward, and ends when resumed after it.
+        # In torch 2.13 this generator stops just before the forward pass, and ends when it is resumed.
         place = "torch.utils.checkpoint:_checkpoint_without_reentrant_generator"
         return torch_private(place, "callbacks/gradient_checkpointing")(again, *options, *args, **kwargs)
 
     def _explanation(self, error: RuntimeError) -> str:
-        """Explain an error of the checkpoint for this block; empty for any other error."""
+        """Explain an error of this block's checkpoint; return an empty text for any other error."""
         text = str(error)
+        # A `RecomputationError` already has an explanation.
         if isinstance(error, RecomputationError):
             return ""
         if "modified by an inplace operation" in text:
@@ -285,17 +288,17 @@ def recompute(
     every_n_blocks: int = 2,
     blocks: BlockSelector = None,
 ) -> dict[str, RecomputedBlock]:
-    """Recompute blocks of a model; for Fabric, or your own training loop.
+    """Recompute blocks of a model, for Fabric or your own training loop.
 
     Args:
         model: Any module; blocks that are already recomputed do not change.
-        policy: `full`, `every_n`, `selective` or `offload`; or a policy by block name: `full`, `selective`,
-            `offload` or `keep`. Blocks without a policy keep their activations.
-        every_n_blocks: For `every_n`: recompute one block in this many, starting with the first.
-        blocks: Blocks to select from; None finds the repeated ones.
+        policy: `full`, `every_n`, `selective` or `offload` for all blocks. A dictionary gives each block name
+            a policy: `full`, `selective`, `offload` or `keep`. Blocks without a policy are not changed.
+        every_n_blocks: With `every_n`, one block out of this number is recomputed, starting with the first.
+        blocks: Blocks to select from; None takes the repeated blocks.
 
     Returns:
-        By block name, an object whose `remove()` undoes the change.
+        A dictionary from block names to objects whose `remove()` undoes the change.
 
     Raises:
         ConfigError: `blocks` or `policy` names something that is not a block of the model.
@@ -316,7 +319,7 @@ def recompute(
         raise ConfigError("policy", name, allowed="policies by the names of the model's blocks")
     contexts: ContextFn = noop_context_fn
     if "selective" in by_name.values():
-        gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered once a layer uses it
+        gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered when a layer first uses it
         kept = [*KEPT_OPERATIONS, *([gemm.default] if gemm is not None else [])]
         contexts = functools.partial(keep_outputs, kept)
     host = HostOffload() if "offload" in by_name.values() else None

@@ -1,11 +1,11 @@
-"""Test whether a module computes each token from that token alone, without reading its weights.
+"""Test whether a module computes each token from that token alone, without reading the module's weights.
 
-`callbacks/tiled_mlp` calls `check_token_wise` before it tiles a module. The test is
-`f(x) == cat(f(tile), ...)` in float64, on random tokens of several samples and on the tiles that `split`
-makes of them. It runs on a stand-in, a copy of the module with other weights. Plain linear layers, which are
+`callbacks/tiled_mlp` calls `check_token_wise` before it tiles a module. The test checks in float64 that
+`f(x) == cat(f(tile), ...)`. x holds random tokens of several samples, and `split` cuts x into tiles. The test
+runs on a stand-in, a copy of the module with other weights. In the stand-in, plain linear layers, which are
 token-wise by definition, become cheap functions of the same sizes; other parameters become random. So the
-real weights may be sharded, quantized, on the meta device or fake (`plan`). The test needs no memory of their
-size, and changes neither the module nor the random generators.
+real weights may be sharded, quantized, on the meta device, or fake tensors (in `plan`). The test needs no
+memory of the weights' size, and changes neither the module nor the random generators.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from lightning_eff.core.torch_private import real_tensors
 SHAPES = ((33,), (3, 11), (3, 2, 11))
 """Sample and token axes of the test inputs: odd token counts, no axis of length one."""
 TILE_TOKENS = 16
-"""Tokens per test tile: even, and more than a sample has in most shapes; the last tile is shorter."""
+"""Tokens per test tile: an even number, larger than a sample in most shapes. The last tile is shorter."""
 FAILS = "its forward fails on a tensor of tokens x features"
 LINEARS = ("bitsandbytes.", "lightning_eff.", "torchao.")
-"""Packages whose linear layers are plain except for rounding."""
+"""Packages whose linear layers compute only a product with the weight, apart from rounding."""
 ROUTING = (
     *("topk", "sort", "argsort", "nonzero", "_grouped_mm"),
     *("index_add", "index_add_", "scatter", "scatter_add"),
 )
-"""Operations that route tokens to experts. In tiles, an expert with limited capacity would drop other tokens,
-and a loss on the routing would be computed for one tile alone."""
+"""Operations that route tokens to experts. With tiles, an expert of limited capacity would drop different
+tokens, and a loss on the routing would cover only one tile."""
 
 
 @dataclass(frozen=True)
 class TokenWise:
-    """Verdict on a module.
+    """Result of testing a module.
 
     Args:
-        refusal: Reason that the module cannot be tiled; empty if it is token-wise.
-        widest: Features of its widest activation.
-        ranks: Numbers of axes with which its input was accepted.
+        refusal: Reason that the module cannot be tiled; empty if the module is token-wise.
+        widest: Number of features of the module's widest activation.
+        ranks: Numbers of axes of the inputs that the module accepted.
     """
 
     refusal: str = ""
@@ -58,7 +58,7 @@ class TokenWise:
 
 
 def split(x: Tensor, tile_tokens: int) -> tuple[Tensor, ...]:
-    """Split an input into tiles with the same number of axes, since a forward may check it.
+    """Split an input into tiles with the same number of axes, since a forward may check this number.
 
     Example:
         >>> [list(tile.shape) for tile in split(torch.ones(3, 5, 2), 7)]
@@ -79,7 +79,7 @@ def num_matrices(module: nn.Module) -> int:
         >>> num_matrices(nn.Sequential(nn.Linear(2, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
         2
     """
-    # An adapted layer counts as one: its adapter's matrices are not wide.
+    # An adapted layer counts as one matrix, because its adapter's matrices are not wide.
     if isinstance(module, nn.Linear) or hasattr(module, ADAPTER):
         return 1
     own = sum(len(full_shape(parameter)) > 1 for parameter in module.parameters(recurse=False))
@@ -87,7 +87,7 @@ def num_matrices(module: nn.Module) -> int:
 
 
 def check_token_wise(module: nn.Module) -> TokenWise:
-    """Check whether a module is token-wise; if not, `refusal` has the reason.
+    """Check whether a module is token-wise; the result's `refusal` has the reason if the module is not.
 
     Example:
         >>> check_token_wise(nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2)))
@@ -96,13 +96,13 @@ def check_token_wise(module: nn.Module) -> TokenWise:
         "a token's output depends on other tokens"
     """
     parameters = inspect.signature(module.forward).parameters.values()
-    # `*args` and `**kwargs` need not be passed.
+    # A call may omit `*args` and `**kwargs`.
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     num_required = sum(each.default is each.empty and each.kind not in variadic for each in parameters)
     if num_required != 1:
         return TokenWise(f"its forward takes {num_required} inputs")
     for name, part in module.named_modules():
-        # Hooks of the module itself are fine: they run once, around all tiles.
+        # Hooks of the module itself are allowed, because they run once, around all tiles.
         if name and any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(part)[kind].values()):
             return TokenWise(f"hooks of {name} would run for every tile")
     with (
@@ -118,7 +118,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
         except Exception as error:  # noqa: BLE001 - a module may hold anything
             return TokenWise(f"it cannot be copied: {type(error).__name__}")
         sizes, refusal = _sizes(module), FAILS
-        # The number of input features is unknown: try the sizes of the parameters until one fits.
+        # The number of input features is unknown: try the sizes of the parameters until a size fits.
         for features in sizes:
             refusal, ranks = _try(trial, features)
             if not refusal.startswith(FAILS):
@@ -127,11 +127,12 @@ def check_token_wise(module: nn.Module) -> TokenWise:
 
 
 def _sizes(module: nn.Module) -> list[int]:
-    """Return the numbers of features inside a module, the likely ones of its input first."""
+    """Return the feature counts inside a module; the most likely count of the module's input comes first."""
     sizes: list[int] = []
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            sizes += [part.in_features, part.out_features]  # not `weight.shape`: it may be packed
+            # Not `weight.shape`: a quantized weight may be packed.
+            sizes += [part.in_features, part.out_features]
             continue
         for parameter in part.parameters(recurse=False):
             sizes.extend(full_shape(parameter) if parameter.dim() < 3 else ())
@@ -139,7 +140,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 
 def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
-    """Test inputs of `features`; return a refusal, and the numbers of axes that the module accepts."""
+    """Test inputs of `features` features; return a reason for refusal, and the accepted numbers of axes."""
     failure, ranks = FAILS, list[int]()
     for shape in SHAPES:
         # In float64, so that a tolerance of 1e-9 detects a dependence on other tokens.
@@ -156,7 +157,7 @@ def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
 
 
 def _compare(trial: nn.Module, x: Tensor) -> str:
-    """Run the stand-in on all tokens and on their tiles; return how they differ, empty if they do not."""
+    """Compare the stand-in's outputs with and without tiles; describe the difference, if there is one."""
     before = _contents(trial)
     with _Observed() as observed:
         full = trial(x)
@@ -171,8 +172,8 @@ def _compare(trial: nn.Module, x: Tensor) -> str:
     for tile in split(x, TILE_TOKENS):
         with _Observed() as of_tile:
             outputs.append(trial(tile))
-        # A draw per sample, weight or call is not token-wise. So each operation must draw the same count per
-        # token: drawn_all / tokens_all == drawn_tile / tokens_tile, here as products of integers.
+        # Random numbers per sample, weight or call are not token-wise. So each operation must draw the same
+        # count per token: drawn_all / tokens_all == drawn_tile / tokens_tile, here as products of integers.
         per_token = [drawn * tile.shape[-2] for drawn in observed.drawn]
         if per_token != [drawn * x[..., 0].numel() for drawn in of_tile.drawn]:
             return "it draws random numbers that are not per token"
@@ -184,7 +185,7 @@ def _compare(trial: nn.Module, x: Tensor) -> str:
 class _Observed(TorchDispatchMode):
     """Records routing operations, and the count of random numbers that each operation draws.
 
-    Drawn numbers are replaced by a constant, so that tiles can be compared.
+    Random numbers are replaced by a constant, so that the outputs with and without tiles can be compared.
     """
 
     def __init__(self) -> None:
@@ -205,8 +206,8 @@ class _Observed(TorchDispatchMode):
 
 
 def stand_in(module: nn.Module) -> nn.Module:
-    """Return a float64 CPU copy without hooks: linear layers replaced, other parameters random."""
-    # `deepcopy` takes from `memo` what is there already, so the replaced layers are not copied.
+    """Return a float64 CPU copy without hooks, with cheap linear layers and random other parameters."""
+    # `deepcopy` does not copy the objects in `memo`, but uses their replacements.
     memo: dict[int, Any] = {}
     for part in module.modules():
         if isinstance(part, nn.Linear) and _is_plain(part):
@@ -220,29 +221,29 @@ def stand_in(module: nn.Module) -> nn.Module:
             memo[id(buffer)] = torch.ones(buffer.shape).to(dtype)
         for name, value in vars(part).items():
             if name.endswith("_hooks") or "_hooks_" in name:
-                # No hook runs in the test.
+                # Empty, so that no hook runs in the test.
                 memo[id(value)] = OrderedDict() if isinstance(value, dict) else value
     return copy.deepcopy(module, memo)
 
 
 def _is_plain(linear: nn.Linear) -> bool:
     """Return whether a linear layer computes only the product with its weight."""
-    own = dict(linear.named_parameters(recurse=False))  # a parametrized weight is not among them
-    # A subclass may compute anything, unless it has no forward (FSDP2's) or belongs to a package in LINEARS.
+    own = dict(linear.named_parameters(recurse=False))  # lacks a parametrized weight
+    # A subclass may compute anything, unless it inherits the forward (FSDP2's class) or is from LINEARS.
     is_known = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith(LINEARS)
     return is_known and "weight" in own and "forward" not in vars(linear)
 
 
 class _CheapLinear(nn.Module):
-    """Mixes features like a linear layer of these sizes, but has only a vector of weights."""
+    """Mixes features like a linear layer of the same sizes, but has only a vector of weights."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = in_features, out_features, None
-        # Adapters read its dtype. A module that multiplies by it stays token-wise.
+        # Adapters read the dtype of this weight. A module that multiplies by this weight stays token-wise.
         self.weight = torch.full((), 0.5).double().expand(out_features, in_features)
         self.scale = torch.randn(out_features).double()
-        # Every output depends on a different input and, through the mean, on all features of the token.
+        # Every output depends on one input feature and, through the mean, on all features of the token.
         self.source = torch.arange(out_features) % in_features
 
     @override
@@ -256,11 +257,11 @@ Contents = dict[str, list[tuple[Any, int]]]
 
 
 def _contents(module: nn.Module) -> Contents:
-    """Return the objects in each attribute of a module and its submodules, tensors with their versions."""
+    """Return the objects in each attribute of a module and its submodules, with the versions of tensors."""
     found: Contents = {}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
-            # Keys too: a forward may add an entry.
+            # Include the keys, because a forward may add an entry.
             items: list[Any] = [*value, *value.values()] if isinstance(value, dict) else [value]
             if isinstance(value, (list, set, tuple, deque)):
                 items = list(value)
@@ -270,7 +271,7 @@ def _contents(module: nn.Module) -> Contents:
 
 
 def _side_effect(before: Contents, after: Contents) -> str:
-    """Describe what a forward changed in its module; empty if nothing changed."""
+    """Describe the change that a forward made to its module; empty if the module did not change."""
 
     def is_same(old: tuple[Any, int], new: tuple[Any, int]) -> bool:
         is_plain = isinstance(new[0], (int, float, str))

@@ -1,24 +1,27 @@
 """Choose the backends of `F.scaled_dot_product_attention`, and compute packed rows without dense masks.
 
-torch takes the first backend that accepts a call. It silently falls back to `math`, which holds all T x T
-scores. `backend` lists the allowed backends, by priority. Each call in the first batch is checked. If no
-allowed backend accepts a call, the run stops with the reasons, before an optimizer step.
+torch uses the first backend that accepts a call, and silently falls back to `math`, which holds all T x T
+scores. `backend` lists the allowed backends, by priority. Each attention call in the first batch is checked.
+If no allowed backend accepts a call, the run stops before the first optimizer step, and the error lists the
+reasons.
 
-Packed rows of several documents need a mask that keeps attention within each document. transformers makes it
-dense: B x T x T values, and again as floats in every layer. `packing=auto` takes the first method that works:
+Packed rows of several documents need a mask that keeps attention within each document. transformers makes a
+dense mask of B x T x T values, and a copy in floats in every layer. `packing=auto` uses the first of these
+methods that is supported:
 
-- variable-length kernels: half precision on CUDA;
-- compiled FlexAttention: CUDA;
-- the dense mask: always, also on a CPU. The run's report has its bytes.
+- variable-length kernels, which need half precision on CUDA;
+- compiled FlexAttention, which needs CUDA;
+- the dense mask, which always works, also on a CPU. The run's report has the mask's size in bytes.
 
 Batches without packed documents are computed by `sdpa`.
 
-Saves: scores and dense masks of attention, B x T x T values per layer. Nothing if a fused kernel already
-    runs; the report names the kernel.
-Costs: none after the first batch, except one wait for the GPU per packed batch, to find its documents.
-    Variable-length kernels add in another order than the dense mask's kernel.
+Saves: scores and dense masks of attention, B x T x T values per layer. Nothing is saved if a fused kernel
+    already runs; the report names the kernel.
+Costs: none after the first batch, except that each packed batch waits for the GPU once, to find the
+    documents. Variable-length kernels add in another order than the kernel for dense masks, so results may
+    round differently.
 When not: the report already names a fused backend.
-Conflicts: none. Packing is only for models of transformers; attention dropout needs `packing=dense`.
+Conflicts: none. Packing supports only models of transformers; attention dropout needs `packing=dense`.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html;
     https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 """
@@ -74,7 +77,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     """Check every call of `F.scaled_dot_product_attention`, and count the calls of each backend.
 
     Args:
-        names: Allowed backends; empty allows all.
+        names: Allowed backends; with an empty list, all backends.
         capability: Compute capability of the device, times ten; 0 for a CPU.
 
     Raises:
@@ -114,16 +117,16 @@ class Attention(Managed):
     """Choose backends of attention, and compute packed rows without dense masks.
 
     Args:
-        backend: `flash`, `efficient`, `cudnn` or `math`, or several by priority; None lets torch choose.
-        packing: How a model of transformers computes packed rows: `varlen`, `flex`, `dense`, or `auto`, the
-            first of these that works here.
+        backend: `flash`, `efficient`, `cudnn` or `math`, or a list by priority; with None, torch chooses.
+        packing: Method for packed rows in a model of transformers: `varlen`, `flex` or `dense`. `auto` uses
+            the first of these methods that the device and the model support.
 
     Raises:
         ConfigError: The backend is unknown, or this device or model does not support the packing.
         ConflictError: No chosen backend accepts a call in the first batch.
 
     Warns:
-        NoEffectWarning: No backend was chosen, and no packed rows were computed without a mask.
+        NoEffectWarning: No backend was chosen, and no dense mask was avoided.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Attention(backend="flash")], logger=False, accelerator="cpu")
@@ -150,17 +153,17 @@ class Attention(Managed):
         self._first_batch = ExitStack()
         self._is_checked = False
         self._planned: devices.Device | None = None
-        """GPU to predict for, instead of the model's device."""
+        """GPU of a prediction, used instead of the model's device; None outside of a prediction."""
 
     def join_prediction(self, gpu: devices.Device | None) -> bool:
-        """Choose backends for the GPU of a prediction."""
+        """Store the GPU of a prediction, for which backends are then chosen."""
         self._planned = gpu
         return True
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest `scaled_dot_product_attention` for a model that computes scores itself, without dropout."""
-        # Recognize scores by their size: an allocation does not name the call that made it.
+        # Recognize scores by their size, because an allocation does not record the attention call.
         held = {row.score_bytes // row.calls: row for row in run.attention if row.backend == "softmax"}
         found = {
             index: each.operation
@@ -191,11 +194,11 @@ class Attention(Managed):
         for model in _transformers_models(pl_module):
             dtype = matmul_dtype(str(trainer.precision), pl_module.device.type)
             self._pack(model, dtype, is_compiled=is_compiled(pl_module))
-            # The compiler would trace the hook.
+            # A compiled model gets no hook, because the compiler would trace the hook.
             for part in [] if is_compiled(pl_module) else _called_by_users(model):
                 hook = part.register_forward_hook(reject_joined_documents, with_kwargs=True)
                 self.cleanup.callback(hook.remove)
-        # The compiler would trace the check, and recompile when it is removed.
+        # The compiler would trace the check, and would recompile when the check is removed.
         self._is_checked = not is_compiled(pl_module)
         if self._is_checked:
             self.cleanup.callback(self._first_batch.close)
@@ -208,14 +211,14 @@ class Attention(Managed):
         self._first_batch.close()
 
     def _pack(self, model: Any, dtype: torch.dtype, *, is_compiled: bool) -> None:
-        """Let a model of transformers compute packed rows with the best available method."""
+        """Switch a model of transformers to the configured packing method, or to the first that works."""
         why = why_not_varlen(model, model.device, dtype)
-        # Python code finds the documents of a batch, which the compiler cannot trace.
+        # The compiler cannot trace the Python code that finds the documents of a batch.
         why = why or ("the model is compiled" if is_compiled else "")
         is_sdpa = model.config._attn_implementation == "sdpa"  # noqa: SLF001 - private in transformers 5
         has_flex = is_sdpa and model.device.type == "cuda" and getattr(model, "_supports_flex_attn", False)
         works = {"varlen": not why, "flex": has_flex, "dense": True}
-        # The first method that works: they are listed from the least memory to the most.
+        # Use the first method that works; methods are listed by increasing memory.
         how = next(name for name, is_there in works.items() if is_there)
         how = how if self.packing == "auto" else self.packing
         if not works[how]:
@@ -235,7 +238,7 @@ class Attention(Managed):
             warnings.warn(f"Attention had no effect: {outcome.did}", NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Report the backends of the first batch, and the masks that packed rows avoided."""
+        """Report the backends of the first batch, and the masks that were avoided for packed rows."""
         packed = self._packed
         calls = ", ".join(f"{count} by {name}" for name, count in self._calls.most_common())
         parts = [f"backends {', '.join(self._names)}"] if self._names else []
@@ -272,7 +275,7 @@ def _transformers_models(module: nn.Module) -> list[Any]:
 
 
 def _called_by_users(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that make a mask when a user calls them: the head and its base model."""
+    """Return the modules that make a mask when a user calls them: the model with head, and its base model."""
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
-    # The package flash_attn needs no mask: it finds documents by their positions.
+    # The package flash_attn needs no mask, because it finds documents by their positions.
     return [part for part in parts if not part.config._attn_implementation.startswith("flash")]  # noqa: SLF001

@@ -1,19 +1,20 @@
 """Keep images and the weights of convolutions in channels-last memory format.
 
-PyTorch stores images [B, C, H, W] channel by channel. Tensor cores compute convolutions pixel by pixel, with
-the channels of a pixel adjacent. For other layouts the library transposes inputs and outputs in every call.
-This callback converts the weights of 2D and 3D convolutions before training. In each batch, it converts the
-images that one of these convolutions accepts. Values, names and checkpoints stay the same; only strides
-change.
+PyTorch stores images [B, C, H, W] channel by channel. Tensor cores compute convolutions pixel by pixel, and
+need the channels of a pixel to be adjacent. For other layouts, the convolution library transposes inputs and
+outputs in every call. This callback converts the weights of 2D and 3D convolutions before training. In each
+batch, the callback converts the images whose axes and channels match one of these convolutions. Values, names
+and checkpoints stay the same; only strides change.
 
-Weights stay contiguous under FSDP2 and DeepSpeed, or if they share memory with another tensor. The library
-then converts them in each call.
+Weights stay contiguous under FSDP2 and DeepSpeed, or if they share memory with another tensor. The
+convolution library then converts such weights in each call.
 
 Saves: transpositions around each convolution on a GPU with tensor cores.
-Costs: a copy of each batch. Code that calls `view` on images or weights may need `reshape` instead, and
-    `as_strided` on an image reads other pixels. Random numbers in the shape of an image (`randn_like`,
-    dropout) are drawn in memory order, so a seed gives other values than in a contiguous image.
-When not: on a GPU in float32 without TF32; if `compare` shows no gain.
+Costs: a copy of each batch's images. Code that calls `view` on images or weights may need `reshape` instead,
+    and `as_strided` on an image reads other pixels than before. Random numbers in the shape of an image
+    (`randn_like`, dropout) are drawn in memory order, so a seed gives other values than for a contiguous
+    image.
+When not: the run uses float32 without TF32 on a GPU; `compare` shows no gain.
 Conflicts: bitsandbytes' optimizers and `torch.optim.LBFGS`, which need contiguous weights.
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
@@ -48,7 +49,7 @@ class ChannelsLast(Managed):
     """Keep images and the weights of convolutions in channels-last memory format.
 
     Raises:
-        ConflictError: The optimizer is from bitsandbytes, or `torch.optim.LBFGS`.
+        ConflictError: The optimizer is `torch.optim.LBFGS`, or an optimizer of bitsandbytes.
 
     Warns:
         NoEffectWarning: Neither a weight nor an image was converted.
@@ -60,7 +61,7 @@ class ChannelsLast(Managed):
 
     def __init__(self) -> None:
         self._accepted: set[tuple[int, int]] = set()  # (axes, channels) of images that convolutions accept
-        self._weights: list[Tensor] = []  # the converted ones
+        self._weights: list[Tensor] = []  # the converted weights
         self._num_images = 0
 
     def facts(self) -> Facts:
@@ -76,7 +77,7 @@ class ChannelsLast(Managed):
         self._weights, self._num_images = [], 0
         strategy: Any = trainer.strategy
         move = strategy.batch_to_device
-        # Why not a batch hook of the module or data module: it would hide the user's own hook.
+        # Why not a batch hook of the module or data module: such a hook would hide the user's own hook.
         strategy.batch_to_device = lambda *args, **keywords: tree_map(self._convert, move(*args, **keywords))
         self.cleanup.callback(vars(strategy).pop, "batch_to_device", None)
         self.cleanup.callback(model_surgery.restore, pl_module)
@@ -88,10 +89,10 @@ class ChannelsLast(Managed):
         layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, CONVOLUTIONS)]
         # The axes of an image: samples, channels and as many spatial axes as the kernel has.
         self._accepted = {(len(layer.kernel_size) + 2, layer.in_channels) for layer in layers}
-        # Not `layer.weight`: a parametrized layer computes it, which changes the state of spectral_norm.
+        # Why not `layer.weight`: in a parametrized layer, this read changes the state of spectral_norm.
         weights = [p for layer in layers for p in layer.parameters(recurse=False)]
         new = [w for w in weights if _is_image(w) and not w.is_contiguous(memory_format=FORMATS[w.ndim])]
-        # A conversion copies: weights that share memory would no longer do so.
+        # A conversion copies a weight, so weights that share memory would no longer share it.
         tensors = (*model.parameters(), *model.buffers())
         memories = [tensor.untyped_storage() for tensor in tensors if _is_dense(tensor)]
         shared = Counter(map(id, memories))
@@ -103,9 +104,9 @@ class ChannelsLast(Managed):
         return len(new)
 
     def _arrange(self, trainer: pl.Trainer, formats: dict[int, torch.memory_format]) -> None:
-        """Set the format of converted weights, their gradients and optimizer state."""
+        """Set the memory format of the converted weights, of their gradients and of their optimizer state."""
         for weight in self._weights:
-            # Through `.data`, so that the parameter stays the same object for the optimizer and DDP.
+            # Set `.data`, so that the parameter stays the same object for the optimizer and DDP.
             weight.data = _in_format(weight.data, formats)
             weight.grad = _in_format(weight.grad, formats)
             for state in (optimizer.state.get(weight, {}) for optimizer in trainer.optimizers):
@@ -124,11 +125,12 @@ class ChannelsLast(Managed):
             self.cleanup.callback(hook.remove)
 
     def _match_in_step(self, trainer: pl.Trainer, _: Any, args: Any, keywords: dict[str, Any]) -> Any:
-        """Restore formats that loads and assignments changed: fused CPU optimizers read in memory order."""
+        """Restore the memory formats that a load or an assignment has changed, before the optimizer steps."""
         closure = keywords.get("closure") or (lambda: None)
 
         def computed() -> Any:
-            loss = closure()  # Lightning computes the gradients in it
+            loss = closure()  # Lightning computes the gradients in this closure
+            # Fused CPU optimizers read weights, gradients and state in memory order.
             self._arrange(trainer, FORMATS)
             return loss
 
@@ -137,7 +139,7 @@ class ChannelsLast(Managed):
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        # Contiguous, so that a checkpoint does not depend on this technique.
+        # Save contiguous tensors, so that a checkpoint does not depend on this technique.
         stored = functools.partial(_in_format, formats=CONTIGUOUS)
         weights = checkpoint.get("state_dict", {})
         weights.update(tree_map(stored, dict(weights)))

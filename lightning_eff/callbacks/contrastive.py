@@ -2,37 +2,39 @@
 
 The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
 `return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. The
-replacement embeds the batch in micro-batches without keeping activations. It returns the embeddings of the
-full batch, gathered from all ranks. When the loss's backward pass reaches the embeddings, it recomputes each
-micro-batch, and continues through the micro-batch with the gradient of its rows. Why not one backward pass
-per micro-batch, with a surrogate loss: with a single pass, everything else works as without this callback.
-That includes loss scaling, accumulation, reduction over ranks, backward hooks and parameters of the loss (a
-temperature).
+replacement embeds the batch in micro-batches without keeping activations. The replacement returns the
+embeddings of the full batch, gathered from all ranks. When the backward pass reaches the embeddings, the
+callback recomputes one micro-batch at a time. The gradient of the micro-batch's embeddings then continues
+through the recomputed graph. Why not one backward pass per micro-batch, with a surrogate loss: with a single
+backward pass, everything else works as without this callback. Loss scaling, accumulation, reduction over
+ranks, backward hooks and parameters of the loss (a temperature) are examples.
 
-A recomputed micro-batch has the random numbers, autocast, attributes and buffers of its first computation;
-whatever it writes or logs is dropped. `embed` must not compare samples; a few samples are checked before the
-first split. `embed` may be called several times in a step (for two views). Its results have one row per
-sample: embeddings, and labels if the loss needs them.
+The recomputation of a micro-batch has the random numbers, autocast, attributes and buffers of the first
+computation. Values that the recomputation writes or logs are dropped. `embed` must not compare samples. The
+callback checks a few samples for this before the first split of a batch. `embed` may be called several times
+in a step (for two views). The results of `embed` have one row per sample: embeddings, and labels if the loss
+needs labels.
 
-Each rank computes the loss over the embeddings of all ranks; the step minimizes the mean of these losses.
-Ranks may have batches of different sizes, unless they shard parameters. In a step of several batches, samples
-are compared only within each batch.
+Each rank computes the loss over the embeddings of all ranks; the step minimizes the mean of the ranks'
+losses. Batches may differ in size between ranks, unless the ranks shard parameters. If a step has several
+batches, the loss compares samples only within one batch.
 
-With `auto` the full batch is tried first. After an OOM, everything that the step has changed is restored, and
-the step runs again in micro-batches of half the size. The size is saved in checkpoints.
+With `micro_batch_size=auto`, the full batch is tried first. After an OOM, everything that the step has
+changed is restored, and the step runs again in micro-batches of half the size. Checkpoints store the size.
 
-Saves: activations: only one micro-batch's activations are in memory at a time. Embeddings, and the loss's own
-    tensors, still grow with the batch.
-Costs: one more forward pass of `embed`. Each micro-batch keeps its random states, copies of changed buffers,
-    and its graph without tensors, in host memory (0.3 MB for 80 modules). Micro-batches' gradients are summed
-    in the weights' dtype (under FSDP2, in the gathered weights' dtype), separately from the gradients of
-    earlier batches of the step. Batch norms use the micro-batch. Several ranks exchange embeddings and their
-    gradients, which `plan` does not count.
+Saves: activations: only one micro-batch's activations are in memory at a time. Embeddings and the tensors of
+    the loss still grow with the batch.
+Costs: one more forward pass of `embed`. Until its backward pass, each micro-batch keeps random states, copies
+    of changed buffers, and an autograd graph without tensors in host memory (0.3 MB for 80 modules). The
+    gradients of micro-batches are summed in the dtype of the weights; under FSDP2, in the dtype of the
+    gathered weights. This sum is separate from the gradients of earlier batches of the step. Batch norms
+    compute statistics per micro-batch. Several ranks exchange embeddings and gradients of embeddings; `plan`
+    does not count this communication.
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
-    embeddings itself needs `gather=false`. An `embed` that changes its inputs or frozen parameters in place,
-    and a `training_step` without `embed`, stop the run. Changes through `.data` inside `embed` (a momentum
-    encoder) are not detected; they happen once per micro-batch.
+    embeddings itself needs `gather=false`. The run stops if `embed` changes its inputs or frozen parameters
+    in place, or if `training_step` does not call `embed`. Changes through `.data` inside `embed` (a momentum
+    encoder) are not detected, and are made once per micro-batch.
 Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
     https://arxiv.org/abs/2101.06983
 """
@@ -77,7 +79,7 @@ Embed = Callable[[Any], Any]
 
 
 class _WholeBatches(MicroBatchSize):
-    """The micro-batch size of `embed`, for a loop that retries steps but does not split batches itself."""
+    """The micro-batch size of `embed`; the loop retries steps, but does not split batches itself."""
 
     @override
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
@@ -85,7 +87,7 @@ class _WholeBatches(MicroBatchSize):
 
     @override
     def num_samples(self, batch: Any) -> int | None:
-        return self.largest  # the largest argument of `embed`
+        return self.largest  # samples in the largest argument of `embed`
 
 
 class Contrastive(Managed):
@@ -93,20 +95,22 @@ class Contrastive(Managed):
 
     Args:
         micro_batch_size: Samples of a micro-batch on one device; `auto` starts with the full batch.
-        gather: Whether `embed` returns the embeddings of all ranks; false if the module gathers them itself.
-        splitter: Splits the argument of `embed` instead of the built-in rules: `splitter(batch, size)`.
+        gather: Whether `embed` returns the embeddings of all ranks; use false if the module gathers
+            embeddings itself.
+        splitter: Function `splitter(batch, size)` that splits the argument of `embed`; with None, built-in
+            rules.
         keep: Names of tensors or other values in the batch that every micro-batch gets in full; names and
             paths as in `MicroBatch`.
 
     Raises:
         ConfigError: The module has no method `embed`, or `embed` returned anything but tensors with one row
             per sample.
-        ConflictError: `embed` compares samples, `training_step` does not call it, or batches differ in size
-            on ranks that shard parameters.
+        ConflictError: `embed` compares samples, `training_step` does not call `embed`, or batches differ in
+            size on ranks that shard parameters.
         RecomputationError: `embed` changes its inputs or frozen parameters in place.
 
     Warns:
-        NoEffectWarning: On one rank, no batch was larger than `micro_batch_size`.
+        NoEffectWarning: The run has one rank, and no batch was larger than `micro_batch_size`.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Contrastive(micro_batch_size=8)], logger=False, accelerator="cpu")
@@ -117,7 +121,7 @@ class Contrastive(Managed):
 
     exact = True
     lowers = ("activations",)
-    try_as = ()  # only for modules that have the method
+    try_as = ()  # only for modules that have the method `embed`
 
     @check_arguments
     def __init__(
@@ -139,16 +143,16 @@ class Contrastive(Managed):
         self._num_ranks = 1
         self._last_split = -1  # index of the last split batch
         self._check = ""
-        """Reason that the check whether `embed` compares samples could not run."""
+        """Message if the check of `embed` could not run; empty otherwise."""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Skip micro-batches in the middle of a large batch, to predict in seconds."""
+        """Skip micro-batches in the middle of a large batch, so that a prediction takes seconds."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
 
     def assumptions(self) -> list[str]:
-        """Return what a prediction does not count."""
+        """Return the effects that a prediction does not count."""
         text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: buffers that the others change"
         return [f"{text} are not counted"] if self._num_left_out else []
 
@@ -157,7 +161,7 @@ class Contrastive(Managed):
         return _WholeBatches(current, is_auto=is_auto, splitter=self.splitter, keep=keep)
 
     def facts(self) -> Facts:
-        """Reject techniques that split batches too, or that a second attempt at a batch would break."""
+        """Reject techniques that also split batches, or that would break if a step runs again."""
         reasons = {
             "callbacks/micro_batch": "it splits training_step, whose loss compares samples",
             "run/manual_optimization": "the module runs its backward passes itself",
@@ -182,7 +186,7 @@ class Contrastive(Managed):
             allowed = "a module with the methods embed(batch) and similarity_loss(embeddings)"
             name = type(pl_module).__name__
             raise ConfigError(key="", value=name, allowed=allowed, remedies=[ONE_LINE])
-        self._size = self._new_size(self._size.current)  # auto: the size of an earlier fit
+        self._size = self._new_size(self._size.current)  # with auto, the size of an earlier fit
         self._num_calls, self._last_split, self._check = 0, -1, ""
         self._num_ranks = trainer.world_size
         self.cleanup.enter_context(oldest_graphs_first())
@@ -211,14 +215,14 @@ class Contrastive(Managed):
         if len(parts) > 1:
             if self._last_split < 0:
                 self._check_apart(module, embed, batch, min(counts))
-            # A batch counts once, although it may call `embed` several times, or be retried.
+            # Count a batch once, although its step may call `embed` several times, or run again.
             index = module.trainer.fit_loop.epoch_loop.total_batch_idx
             size.num_split += index != self._last_split
             self._last_split = index
             outputs = self._embed_parts(module, embed, parts)
         else:
             outputs = [embed(batch)]
-        # [N, *], in the order of the batch; after gathering, in the order of the ranks.
+        # Rows [N, *] are in the order of the batch; gathered rows are in the order of the ranks.
         joined = _joined(outputs, parts)
         if self._num_ranks == 1 or not self.gather:
             return joined
@@ -237,7 +241,7 @@ class Contrastive(Managed):
         counts[module.global_rank] = rows
         dist.all_reduce(counts)
         found: list[int] = counts.tolist()
-        # With another number of micro-batches, a rank would miss a collective and leave the others waiting.
+        # A rank with fewer micro-batches would run fewer collectives, and other ranks would wait forever.
         has_collectives = any(is_sharded(each) for each in module.parameters())
         has_collectives |= any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
         if len(set(found)) > 1 and has_collectives:
@@ -256,11 +260,11 @@ class Contrastive(Managed):
         early_stop = stops_early(module)
         outputs, logged = list[Any](), [logged_values(results)]
         self._num_left_out = max(0, len(parts) - (self._max_parts or len(parts)))
-        # In a prediction: the first micro-batches, and the last, whose size may differ.
+        # A prediction runs the first micro-batches, and the last micro-batch, whose size may differ.
         run = [*parts[: len(parts) - self._num_left_out - 1], parts[-1]]
         for part in run:
             results.batch, results.batch_size = part.batch, part.num_samples
-            # Otherwise autograd would add all micro-batches' gradients to one cast weight, in 16 bits.
+            # With a cached cast, autograd would sum the gradients of all micro-batches in 16 bits.
             torch.clear_autocast_cache()
             outputs.append(_embed_again_in_backward(module, embed, part.batch, early_stop=early_stop))
             logged.append(logged_values(results))
@@ -273,12 +277,13 @@ class Contrastive(Managed):
     def _check_apart(self, module: pl.LightningModule, embed: Embed, batch: Any, num_samples: int) -> None:
         """Reject an `embed` that compares samples.
 
-        If it does not, the mean of a function of its rows is the same over a batch as over parts of it.
+        If samples are not compared, the mean of a function of the rows is the same for a batch and for its
+        parts.
         """
 
         def run(part: MicroBatchPart) -> Tensor:
             rows = [leaf for leaf in tree_leaves(embed(part.batch)) if leaf.is_floating_point()]
-            # Why the sine: the mean of centered rows is 0, so a plain mean would not detect centering.
+            # Why the sine: centered rows have mean 0 in every part, so a plain mean would not reveal them.
             return torch.stack([row.reshape(len(row), -1).sin().sum(1).mean() for row in rows]).sum()
 
         size = MicroBatchSize(None, is_auto=False, splitter=self.splitter, keep=self._size.keep)
@@ -298,7 +303,7 @@ class Contrastive(Managed):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the size, so that a resumed run does not run out of memory again."""
+        """Return the micro-batch size, so that a resumed run does not run out of memory again."""
         return {"micro_batch_size": self._size.current if self._size.is_auto else None}
 
     @override
@@ -315,7 +320,7 @@ class Contrastive(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Report how batches were embedded."""
+        """Report the micro-batch size, the split batches, the gathering and the out-of-memory errors."""
         size, is_gathered = self._size, self.gather and self._num_ranks > 1
         if not self._num_calls:
             return Outcome(did="no training data yet", effective=False)
@@ -342,7 +347,7 @@ class Contrastive(Managed):
 def _embed_again_in_backward(
     module: pl.LightningModule, embed: Embed, batch: Any, *, early_stop: bool
 ) -> Any:
-    """Embed a micro-batch without keeping activations, and again when the backward pass needs them."""
+    """Embed a micro-batch without keeping activations, and again in the backward pass."""
     state: CallState | None = None
 
     def run(batch: Any, _: Tensor) -> Any:
@@ -352,9 +357,9 @@ def _embed_again_in_backward(
             output = embed(batch)
             state.end_forward()
             return output
-        # In the backward pass: the state of the first computation, and nothing is logged a second time.
+        # The backward pass uses the state of the first computation, and logs nothing a second time.
         with state.again("embed"):
-            vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # `again` removes them
+            vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # `again` removes both
             return embed(batch)
 
     # `checkpoint` takes the device of random numbers and autocast from its tensor arguments.
@@ -377,7 +382,7 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
                 allowed = f"tensors (one, or a tuple or dict) of {part.num_samples} rows, one per sample"
                 raise ConfigError(key="", value=f"embed returned {value}", allowed=allowed)
     _, spec = tree_flatten(outputs[0])
-    # One column per output of `embed`: the rows of all micro-batches.
+    # For each output of `embed`, a column joins the rows of all micro-batches.
     columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*flat, strict=True)]
     return tree_unflatten(columns, spec)
 
@@ -385,7 +390,7 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
 class _Gather(torch.autograd.Function):
     """Gathers the rows of all ranks; sums the gradient of each row, because each rank's loss uses all rows.
 
-    The strategy then divides by the number of ranks, which gives the gradient of the mean of all losses.
+    The strategy then divides the sum by the number of ranks; the result is the gradient of the mean loss.
     """
 
     @staticmethod
@@ -395,7 +400,7 @@ class _Gather(torch.autograd.Function):
         # All other rows are 0, so the sum over ranks is the concatenation.
         gathered = rows.new_zeros(sum(counts), *rows.shape[1:])
         gathered[ctx.first : ctx.first + ctx.num_rows] = rows
-        # Why not `all_gather`: it needs equal numbers of rows. Booleans have no sum, so reduce them as bytes.
+        # Why not `all_gather`: it needs equal numbers of rows. Booleans have no sum, so bytes are summed.
         dist.all_reduce(gathered.view(torch.uint8) if gathered.dtype == torch.bool else gathered)
         return gathered
 

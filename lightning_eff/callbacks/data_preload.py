@@ -1,21 +1,23 @@
-"""Have training batches ready: a measured number of workers, and batches on the GPU ahead of use.
+"""Load training batches ahead of use, with a measured number of workers and early copies to the GPU.
 
-Workers make samples in separate processes. They help with slow samples, and cost time with tiny ones. So
-their number is measured on the loader's own samples before training; 0 is a possible result. Batches from
-workers are copied to a GPU on a side stream while the previous step computes. The data, their order and the
-training's random numbers stay the same. A stateful loader's position is the last batch handed out.
+Workers load samples in separate processes. Workers save time if samples load slowly, and cost time if samples
+load fast. So the best number of workers is measured on the loader's own samples before training; the result
+can be 0. Batches from workers are copied to a GPU on a side stream while the previous step computes. The
+data, their order and the random numbers of training stay the same. The saved position of a stateful loader is
+the position after the last batch handed out, even if further batches were fetched.
 
-Why no thread that fetches ahead: its samples would draw random numbers between the training's draws. Workers
-give the same benefit for any sample that is slow enough to matter.
+Why no thread that fetches ahead: samples loaded in the thread would draw random numbers between the draws of
+training. Workers give the same benefit if samples load slowly enough to matter.
 
-Saves: waiting for data; the report shows its fraction of the time before and after.
+Saves: the time spent waiting for data, which the report shows as a fraction of the run.
 Costs: host memory for each worker, and device memory for the batches that are ready. Measuring takes a few
-    seconds at the start, at most a twentieth of an epoch's loading time; a fixed number such as
-    `num_workers=2` is not measured. In workers, samples draw other random numbers, and so does a sampler that
-    draws one index at a time. Streams and stateful loaders keep their own workers.
-When not: samples are tiny; then no workers are used.
+    seconds at the start, and at most a twentieth of an epoch's loading time. With a fixed number such as
+    `num_workers=2`, nothing is measured. Samples draw other random numbers in workers than without workers.
+    Samplers that draw one index at a time also draw other random numbers. Streams and stateful loaders keep
+    their number of workers.
+When not: samples that load fast, because no workers are then used.
 Conflicts: none. With custom hooks that move batches (`transfer_batch_to_device`, `on_before_batch_transfer`),
-    no batch is moved ahead.
+    no batch is copied ahead of use.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
 """
 
@@ -53,31 +55,32 @@ from lightning_eff.report.live_bytes import tensors_in
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
 NUM_BATCHES, MAX_BATCHES = 4, 512
-"""Batches to compare, and to time in this process; the maximum number of batches to time with workers."""
+"""Batches that are compared and timed without workers, and the maximum number that is timed with workers."""
 MIN_WAIT = 0.1
-"""Minimum fraction of a run's time spent waiting for data for this technique to be suggested."""
+"""The technique is suggested if a run spends more than this fraction of its time waiting for data."""
 MAX_TIME_RATIO = 0.9
-"""More workers are chosen only if a batch then takes at most this fraction of the time."""
+"""A larger number of workers is chosen only if a batch takes less than this fraction of the best time."""
 MAX_EPOCH_FRACTION = 0.05
-"""Limit of the time of all trials, as a fraction of an epoch's loading time."""
+"""Limit on the total time of all trials, as a fraction of an epoch's loading time."""
 START_S = 0.1
-"""Expected time of the first trial with a worker."""
+"""Expected seconds of the first trial with a worker."""
 WORKER_TIMEOUT_S = 20.0
-"""Time after which a worker that returns no sample is considered hung."""
+"""Seconds after which a worker that returns no sample is considered hung."""
 
 
 class DataPreload(Managed):
-    """Have training batches ready.
+    """Load training batches ahead of use.
 
     Args:
-        num_workers: Processes that make samples; `auto` measures, and keeps the workers of a stream.
-        prefetch_factor: Batches that each worker keeps ready.
-        persistent_workers: Keep the workers between epochs even if the loader does not; they do not see later
-            changes of the dataset.
-        pin_memory: Use page-locked host memory, so that copies to a GPU overlap with computation; None does
-            so on a GPU.
-        num_batches_ahead: Number of workers' batches to copy to the GPU ahead of use.
-        max_measure_s: Maximum seconds of measuring, without the start of workers.
+        num_workers: Number of processes that load samples. `auto` measures the best number, but does not
+            change the number for a stream.
+        prefetch_factor: Number of batches that each worker keeps ready.
+        persistent_workers: Keep the workers between epochs even if the loader does not. Persistent workers do
+            not see later changes of the dataset.
+        pin_memory: Use page-locked host memory, so that copies to a GPU overlap with computation. None uses
+            page-locked memory if training runs on a GPU.
+        num_batches_ahead: Number of batches from workers that are copied to the GPU ahead of use.
+        max_measure_s: Maximum seconds for measuring, excluding the start of workers.
 
     Raises:
         ConfigError: A number is outside its range.
@@ -113,20 +116,20 @@ class DataPreload(Managed):
 
     def _reset(self) -> None:
         self._prepared: list[tuple[PrefetchLoader, int, WorkerChoice]] = []
-        """Each loader, its number of workers, and the choice that led to it."""
+        """Each loader, its number of workers, and the measurements that led to this number."""
         self._measured: dict[Any, WorkerChoice] = {}
         self._final: Outcome | None = None
         self._epoch = 0
         self._transfer_hook = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Take no part in a prediction, which loads no data: workers would be started for nothing."""
+        """Take no part in a prediction, because a prediction loads no data and needs no workers."""
         del gpu
         return False
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it for a run that waits for its data."""
+        """Suggest this technique for a run that waits for its data."""
         waited = run.measured["data_wait_share"] or 0.0
         why = f"the run waits for data {waited:.0%} of the time"
         return Suggestion(technique=DataPreload(), why=why) if waited > MIN_WAIT else None
@@ -148,7 +151,7 @@ class DataPreload(Managed):
     def _prepare(self, loader: Any, trainer: pl.Trainer) -> PrefetchLoader:
         """Return the loader that the training iterates in place of `loader`."""
         if trainer.current_epoch != self._epoch:
-            for earlier, *_ in self._prepared:  # Lightning replaces them
+            for earlier, *_ in self._prepared:  # Lightning replaces these loaders
                 earlier.end()
             self._prepared = []
         self._epoch = trainer.current_epoch
@@ -158,7 +161,7 @@ class DataPreload(Managed):
         if num_workers is None:
             num_workers = getattr(loader, "num_workers", 0)
         else:
-            tuned = copy.copy(loader)  # shares dataset and sampler; the user's loader stays unchanged
+            tuned = copy.copy(loader)  # the copy shares dataset and sampler; the user's loader is unchanged
             is_pinned = device.type == "cuda" if self.pin_memory is None else self.pin_memory
             is_kept = (self.persistent_workers or loader.persistent_workers) and num_workers > 0
             values = {
@@ -171,8 +174,8 @@ class DataPreload(Managed):
                 "timeout": loader.timeout if num_workers else 0,
             }
             for name, value in values.items():
-                object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some of them
-        # Without workers nothing is fetched ahead: samples would draw between the training's random draws.
+                object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some names
+        # Without workers nothing is fetched ahead: samples would draw random numbers during training steps.
         is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
         kind = StatefulPrefetchLoader if dataloaders.is_stateful(loader) else PrefetchLoader
         num_ahead = self.num_batches_ahead if is_ahead else 0
@@ -209,7 +212,7 @@ class DataPreload(Managed):
         self._prepared = []
 
     def outcome(self) -> Outcome:
-        """Report the chosen numbers of workers, and their measurements."""
+        """Report the chosen numbers of workers and the measured times."""
         if self._final is not None:
             return self._final
         if not self._prepared:
@@ -236,23 +239,23 @@ class DataPreload(Managed):
 
 @dataclass(frozen=True)
 class WorkerChoice:
-    """A number of workers, and the measurements behind it."""
+    """A number of workers, and the measurements that led to this number."""
 
-    num_workers: int | None  # None does not change the loader
-    seconds_per_batch: dict[int, float]  # by number of workers; 0 is this process; empty if not measured
+    num_workers: int | None  # None leaves the loader unchanged
+    seconds_per_batch: dict[int, float]  # by number of workers, 0 for this process; empty if not measured
     reason: str = ""  # why nothing was measured, or why no more workers were tried
 
 
 def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
-    """Try 0, 1, 2, 4, ... workers until more do not help, or trials take too much of an epoch's time.
+    """Try 0, 1, 2, 4, ... workers until more workers do not help, or the trials take too long.
 
-    A trial loads fixed indices of the dataset, so no sampler advances. `budget_s` limits the time of all
-    trials, without the start of workers.
+    A trial loads fixed indices of the dataset, so no sampler advances. `budget_s` limits the total time of
+    all trials, excluding the start of workers.
     """
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     reason = ""
-    # A loader that already has workers has shown that the script can start them.
+    # If the loader already has workers, the script is able to start processes.
     if counts and method != "fork" and loader.num_workers == 0:
         reason = f"processes are started by {method}, which runs a script without a main guard again"
         counts = []
@@ -265,10 +268,10 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
             start = time.perf_counter()
             loader.dataset[0]
             sample_s = max(time.perf_counter() - start, 1e-9)
-            # The first sample's time estimates an epoch's time, which limits the trials. Each trial gets an
-            # equal part of the budget.
+            # Estimate an epoch's loading time from the first sample, because this time limits the trials.
+            # Each trial gets an equal part of the budget.
             budget_s = min(budget_s, MAX_EPOCH_FRACTION * sample_s * len(loader.dataset)) / (1 + len(counts))  # pyright: ignore[reportArgumentType]
-            # Use smaller batches for slow samples.
+            # Slow samples are tried in smaller batches, so that a trial stays within its budget.
             batch_size: int = getattr(loader.batch_sampler, "batch_size", None) or 1
             size = min(batch_size, max(1, int(budget_s / (3 * NUM_BATCHES * sample_s))))
             for count in (0, *counts):
@@ -280,16 +283,16 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                 now = time.perf_counter()
                 trial_s = now - start if count else START_S
                 samples = samples or found
-                # Workers that share a file handle read wrong samples. Random samples always differ.
+                # Workers that share a file handle read wrong samples. Random samples differ in each load.
                 if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
                     return WorkerChoice(0, tried, "samples of a worker differ from this process's")
-                # Seconds per batch of the loader's own size.
+                # Convert to seconds per batch of the loader's own batch size.
                 tried[count] = seconds * batch_size / size
                 if not count:
                     num_batches = sized_len(loader)
                     epoch_s = float("inf") if num_batches is None else num_batches * tried[0]
                     end = now + MAX_EPOCH_FRACTION * epoch_s
-                # More workers must be clearly faster. The first doubling that is not ends the trials.
+                # More workers must be clearly faster. The first doubling that is not faster ends the trials.
                 if tried[count] < MAX_TIME_RATIO * tried[best]:
                     best = count
                 elif count > 1:
@@ -301,9 +304,9 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
 
 
 def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> tuple[list[Any], float]:
-    """Return the first batches of `size` samples, and the mean seconds of the batches after them."""
+    """Return the first batches, of `size` samples each, and the mean seconds per later batch."""
     num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    # Time workers on samples that have not been read yet: others may be in the file cache.
+    # Time workers on samples that were not read before, because read samples may be in the file cache.
     timed = range(2 * NUM_BATCHES, MAX_BATCHES) if count else range(NUM_BATCHES, 2 * NUM_BATCHES)
     indices = [
         [(number * size + k) % num_samples for k in range(size)] for number in (*range(NUM_BATCHES), *timed)
@@ -317,13 +320,13 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
     else:
         keywords["batch_sampler"] = indices
     batches = iter(DataLoader(loader.dataset, **keywords))
-    # Wait for one batch of each worker, so that all have started.
+    # Wait for one batch of each worker, so that the timing excludes the start of workers.
     first = list(itertools.islice(batches, max(NUM_BATCHES, count)))[:NUM_BATCHES]
     start = now = time.perf_counter()
     num_done = 0
     for _ in batches:
         now, num_done = time.perf_counter(), num_done + 1
-        # Enough batches per worker for a stable mean, or the time is over.
+        # Stop after enough batches per worker for a stable mean, or when the budget is used up.
         is_enough = num_done >= 16 * max(1, count) and now - start > 0.1
         if is_enough or (now - start > budget_s and num_done >= max(1, count)):
             break
@@ -349,14 +352,14 @@ class FetchedBatch:
 
 
 class PrefetchLoader(dataloaders.LoaderWrapper):
-    """Wraps a training loader, with another number of workers and with batches on the device ahead of use.
+    """Wraps a training loader, to use another number of workers and to copy batches to the device early.
 
-    A second iteration during a pass (to look at some images) iterates the loader itself, and takes no
-    batches from the training.
+    A second iteration during a pass, for example to look at some images, iterates the wrapped loader. The
+    second iteration takes no batches from training.
 
     Args:
         loader: The wrapped loader.
-        tuned: A copy of the loader with other workers, to train with; None takes `loader` itself.
+        tuned: A copy of the loader with another number of workers, for training; None uses `loader` itself.
         num_ahead: Number of batches to fetch ahead of use.
         device: CUDA device to copy batches to, on a side stream; None copies nothing.
     """
@@ -371,9 +374,9 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         self.device = device
         self._tuned = loader if tuned is None else tuned
         self._current: Generator[Any] | None = None
-        """The current pass of the training."""
+        """The generator of the current training pass."""
         self._source: Iterator[Any] | None = None
-        """The iterator of `tuned` in this pass; None before its first batch is fetched."""
+        """The iterator of `tuned` in this pass; None before the first batch is fetched."""
         self._taken_state: Any = None
         """The loader's state after the last batch handed out."""
         self._is_over = False
@@ -383,9 +386,9 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if self._is_over or (self._current is not None and getgeneratorstate(self._current) != GEN_CLOSED):
             return iter(self.loader)
         self._source = self._taken_state = None
-        # `tuned` must draw the same random numbers as `loader` would. torch 2.13: a loader without workers
-        # draws a seed when its iterator is created, and the sampler's seed with the first batch. With workers
-        # it draws both when the iterator is created; persistent workers draw no seed in later passes.
+        # `tuned` must draw the same random numbers as `loader` would. In torch 2.13, a loader without workers
+        # draws a seed at the creation of its iterator, and the sampler's seed with the first batch. With
+        # workers, the loader draws both at the creation; persistent workers draw no seed in later passes.
         tuned, loader, seed = self._tuned, self.loader, 0
         is_at_once = tuned is loader or loader.num_workers > 0
         # The persistent workers of `tuned` draw no seed, but new workers of `loader` would.
@@ -395,7 +398,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if is_at_once:
             self._source = source = iter(tuned)
             if tuned is not loader and not tuned.num_workers:
-                # Request the first index now, as workers would: the sampler draws its order with it.
+                # Request the first index now, as workers would: the sampler draws its order at this request.
                 indices = source._sampler_iter  # noqa: SLF001
                 source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:
@@ -406,7 +409,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
 
     def _batches(self) -> Generator[Any]:
         """Hand out the batches of one pass."""
-        # The batch to hand out next, and up to `num_ahead` further ones.
+        # The batch to hand out next, and up to `num_ahead` further batches.
         ready: deque[FetchedBatch] = deque()
         is_over = False
         stream = None if self.device is None else torch.cuda.Stream(self.device)
@@ -418,7 +421,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
                     is_over = True
             if not ready:
                 return
-            # No variable here may refer to the batch while it is trained on: that would keep its memory.
+            # No variable here may refer to the batch during its step: the reference would keep its memory.
             yield self._take(ready.popleft())
 
     def _fetch(self, stream: Any) -> FetchedBatch:
@@ -426,7 +429,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if self._source is None:
             self._source = iter(self._tuned)
         batch, arrived = next(self._source), None
-        # Read before the next fetch advances the loader.
+        # Read the loader's state now, before the next fetch advances the loader.
         state = self.loader.state_dict() if isinstance(self, StatefulPrefetchLoader) else None
         if self.device is not None:
             with torch.cuda.stream(stream):
@@ -434,12 +437,12 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         return FetchedBatch(batch, state, arrived)
 
     def _take(self, fetched: FetchedBatch) -> Any:
-        """Return a batch that the current stream may use."""
+        """Return a fetched batch, and make the current stream wait for its copy."""
         if fetched.arrived is not None:
             current = torch.cuda.current_stream(self.device)
-            # The copy runs on the side stream: computation waits for it.
+            # The copy runs on the side stream, so computation must wait for the copy.
             current.wait_event(fetched.arrived)
-            # The side stream allocated the tensors, but the current stream uses them last.
+            # Without this record, the allocator could reuse the memory while the current stream reads it.
             for tensor in tensors_in(fetched.batch):
                 tensor.record_stream(current)
         self._taken_state = fetched.state
@@ -459,7 +462,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
                 end_workers()
 
     def end(self) -> None:
-        """Close permanently, with persistent workers; later iterations use the loader itself."""
+        """Close permanently, and end persistent workers; later iterations use the wrapped loader itself."""
         self.close()
         self._is_over = True
         if self._tuned is not self.loader:
@@ -476,21 +479,21 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning sets attributes: the loader that is iterated needs them too.
+        # Lightning sets attributes on this object; the loader that is iterated needs the same values.
         if name not in self.OWN and self._tuned is not self.loader:
             setattr(self._tuned, name, value)
         super().__setattr__(name, value)
 
 
 class StatefulPrefetchLoader(PrefetchLoader):
-    """A `PrefetchLoader` for a stateful loader; its state is the one after the last batch handed out."""
+    """A `PrefetchLoader` for a stateful loader, which returns the state after the last batch handed out."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch handed out."""
         return self.loader.state_dict() if self._taken_state is None else self._taken_state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state in the next iteration."""
+        """Continue from a saved state in the next iteration."""
         self.close()
         self._taken_state = None
         self.loader.load_state_dict(state_dict)

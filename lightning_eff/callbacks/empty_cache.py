@@ -1,14 +1,15 @@
 """Return unused memory of PyTorch's caching allocator to the driver, between optimizer steps.
 
-The allocator keeps freed memory in blocks of the sizes that were requested. When sizes change (ragged
+The allocator keeps freed memory in blocks of the sizes that were requested. When tensor sizes change (ragged
 batches, validation), these blocks no longer fit, and a run can hit an OOM although enough memory is free.
-Emptying the cache every n optimizer steps returns the blocks to the driver. It happens between two steps,
-when activations are freed. On the CPU, the cache is glibc's heap.
+This callback empties the cache every n optimizer steps, which returns the blocks to the driver. The cache is
+emptied between two steps, when activations have been freed. On a CPU, the cache is the heap of glibc.
 
-Saves: memory that the allocator caches but does not use, when sizes change or other processes need the GPU.
-Costs: the next step requests memory from the driver again: up to about 10 % of the time if done every step.
-    The milliseconds are logged.
-When not: sizes never change.
+Saves: memory that the allocator caches but does not use, when tensor sizes change or other processes need the
+    GPU.
+Costs: the next step requests memory from the driver again. The requests take up to about 10 % of the time if
+    the cache is emptied after every step. The time for emptying is logged in milliseconds.
+When not: tensor sizes never change.
 Conflicts: none. On CUDA, `PYTORCH_ALLOC_CONF=expandable_segments:True` prevents most of this fragmentation.
 Source: `torch_empty_cache_steps` of Hugging Face's Trainer;
     https://docs.pytorch.org/docs/stable/notes/cuda.html
@@ -35,7 +36,7 @@ from lightning_eff.core.text import human_bytes
 
 @dataclass(frozen=True)
 class Released:
-    """Bytes returned by emptying the cache once, and the seconds that it took."""
+    """Result of emptying the cache once: the returned bytes, and the time in seconds."""
 
     returned_bytes: int
     elapsed_s: float
@@ -60,6 +61,7 @@ def release(device: torch.device | str) -> Released:
     before = allocator.held_bytes(device)
     allocator.empty_cache(device)
     returned = before - allocator.held_bytes(device)
+    # The difference is negative if another thread allocates in between.
     return Released(max(0, returned), time.perf_counter() - start)
 
 
@@ -67,13 +69,13 @@ class EmptyCache(Managed):
     """Empty the allocator's cache between optimizer steps.
 
     Args:
-        every_n_steps: Number of optimizer steps after which the cache is emptied each time.
+        every_n_steps: Interval at which the cache is emptied, in optimizer steps.
 
     Raises:
         ConfigError: `every_n_steps` is not a whole number of at least 1.
 
     Warns:
-        NoEffectWarning: The device has no cache to empty, or a full fit never emptied it.
+        NoEffectWarning: The device has no cache to empty, or the cache was never emptied in a full fit.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[EmptyCache(every_n_steps=50)], logger=False, accelerator="cpu")

@@ -1,19 +1,21 @@
-"""Resume a run as if it had not been stopped: the same order of samples, the same random numbers.
+"""Resume a run with the same order of samples and the same random numbers, as if it had not been stopped.
 
-Lightning saves weights, optimizers and counters, but no random states and no position in a loader. So a
-resumed run sees other samples, some of them twice, and draws other dropout masks. With each checkpoint, this
-callback saves the random states and the position of every rank. It restores them before the first batch.
+Lightning saves weights, optimizer states and counters, but neither random states nor the position in the
+data. So without this callback, a resumed run sees other samples, repeats some samples, and draws other
+dropout masks. This callback saves the random states and the data position of every rank in each checkpoint.
+States and positions are restored before the first batch of the resumed run.
 
-Batches that were already trained on are skipped by their indices. With workers they are loaded again and
-dropped, since samples may draw random numbers in workers. Hashes of an epoch's first indices verify the
-order. The flags `requires_grad` and `training` are restored too: a callback may set them in one epoch only.
+A resumed run skips the batches that were already trained on, and draws only their indices. With workers,
+skipped batches are loaded again and dropped, because loading may draw random numbers in the workers. Hashes
+of an epoch's first indices verify the order. The flags `requires_grad` and `training` are restored too,
+because a callback may have changed these flags earlier in the run, for example to unfreeze layers.
 
 Validation during training does not change the random states, because a resumed run does not repeat the
 validation that came just before the save.
 
-Saves: an interrupted run: once resumed, it matches the uninterrupted run bit for bit.
+Saves: an interrupted run; the resumed run matches an uninterrupted run bit for bit.
 Costs: about 16 kB per rank in a checkpoint. A resumed run with workers loads the skipped batches again.
-When not: loaders that are created again for each epoch; a message says so.
+When not: loaders that are created again for each epoch; the report then lists the run as not exact.
 Conflicts: none.
 Source: the order of draws in torch's `DataLoader`;
     https://lightning.ai/docs/pytorch/stable/common/checkpointing_intermediate.html
@@ -46,24 +48,25 @@ from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome, name_of
 
 POSITIONS, FLAGS = "positions", "flags"
-"""Keys in a checkpoint's stamp: positions of all ranks; frozen parameters and modules in evaluation mode."""
+"""Keys in a checkpoint's stamp, for the positions of all ranks and for the model's flags (`flags_of`)."""
 
 
 class ExactResume(Managed):
     """Save and restore the order of samples and all random states.
 
     Args:
-        workers: `replay` lets workers load batches again that were already trained on, and drops them: exact
-            even with random augmentation. `fast` skips them: augmentations differ until the epoch's end.
-        changed_data: `refuse` or `continue` a run that was saved within an epoch, if the dataset's length or
-            the batch size has changed since.
+        workers: With `replay`, workers load the already trained batches again and drop these batches, so the
+            run is exact even with random augmentation. With `fast`, workers load no trained batches again,
+            and augmentations differ until the end of the epoch.
+        changed_data: Applies if the dataset's length or the batch size has changed since a save within an
+            epoch. `refuse` stops the resumed run with an error, and `continue` accepts the change.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[ExactResume()], logger=False, accelerator="cpu")
     """
 
     try_as = ()
-    """Empty: it lowers neither time nor memory."""
+    """Empty, because this callback lowers neither time nor memory."""
 
     @check_arguments
     def __init__(
@@ -81,9 +84,9 @@ class ExactResume(Managed):
         self._previous: Any = self
         self._last: RankPosition | None = None
         self._saved_flags: dict[str, list[str]] = {}
-        """Flags from the checkpoint, until the first epoch begins."""
+        """Flags from the checkpoint; empty after the flags were restored in the first epoch."""
         self._training_flags: dict[str, list[str]] = {}
-        """Flags before the running validation."""
+        """Flags from before the validation that is running now."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -98,35 +101,35 @@ class ExactResume(Managed):
             num_ranks=trainer.world_size,
         )
         loop: Any = trainer.fit_loop
-        # The fetcher's prefetched batches (private in Lightning 2.6).
+        # The number of batches that Lightning's fetcher has prefetched (private in Lightning 2.6).
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
-        run.epoch = lambda: loop.epoch_progress.current.processed  # the epoch that samplers get
+        run.epoch = lambda: loop.epoch_progress.current.processed  # the epoch for samplers
         self._resumed_step, self._not_saved, self._previous = None, "", self
         self._saved_flags, self._training_flags = {}, {}
         self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
-        # Observe loaders before other techniques copy them, so that copies share the index stream. Wrap them
-        # last, so that the position counts the batches that the training loop takes.
+        # Observe loaders before other techniques copy them, so that copies share the index stream. Wrap
+        # loaders last, so that the position counts the batches that the training loop takes.
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: self._observe(loader, loop), position=-1)
         )
         self.cleanup.callback(
             dataloaders.add_loader_transform(trainer, lambda loader: wrap(loader, run), position=1)
         )
-        # In a resumed run, the second method makes validation loaders and their iterators.
+        # In a resumed run, the second of these methods creates the validation loaders and their iterators.
         for name in ("run", "increment_progress_to_evaluation_end"):
             self._isolate(loop.epoch_loop.val_loop, name, pl_module)
 
     def _observe(self, loader: Any, loop: Any) -> Any:
-        combined = loop._combined_loader  # noqa: SLF001 - the previous one, while loaders are made
+        combined = loop._combined_loader  # noqa: SLF001 - old until all loaders are made
         if combined is not self._previous:
-            # Lightning makes all loaders again: forget the loaders of the earlier epoch.
+            # Lightning is creating all loaders again, so drop the loaders of the earlier epoch.
             self._run.unwrap()
             self._previous = combined
         return observe(loader, self._run)
 
     def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:
-        """Wrap a method of the validation loop, so that it does not change training's random states."""
+        """Wrap a method of the validation loop, so that training's random states do not change."""
         method = getattr(validation, name)
 
         def isolated() -> Any:
@@ -134,6 +137,7 @@ class ExactResume(Managed):
             try:
                 return method()
             finally:
+                # Restore after an error too, because a checkpoint may still be saved.
                 self._run.restore(self._run.isolated)
                 self._run.isolated, self._training_flags = None, {}
 
@@ -147,16 +151,16 @@ class ExactResume(Managed):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         own = self._position(trainer) if self._run.loaders else self._last
         if trainer.state.fn == TrainerFn.FITTING and own is not None:
-            # A collective: every rank saves its own position.
+            # A collective operation, which gathers the position of every rank.
             checkpoint[KEY][POSITIONS] = of_all_ranks(own)
-            # During a validation all modules are in evaluation mode: save their flags from before it.
+            # A validation sets all modules to evaluation mode, so save the flags from before the validation.
             checkpoint[KEY][FLAGS] = self._saved_flags or self._training_flags or flags_of(pl_module)
             self._num_saves += 1
 
     def _ignore_warning(self) -> None:
-        """Suppress Lightning's warning that the loader is not resumable: it does not know this callback."""
+        """Suppress Lightning's warning about a loader without a state, because the position is restored."""
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
-        # `filterwarnings` inserts at the front: after the run, remove exactly this entry.
+        # `filterwarnings` inserts its entry at the front. After the run, exactly this entry is removed.
         added = warnings.filters[0]
         filters = cast(list[Any], warnings.filters)
         self.cleanup.callback(lambda: added in filters and filters.remove(added))
@@ -205,6 +209,7 @@ class ExactResume(Managed):
             self._run.is_before_epoch = self._run.pending is not None and self._run.pending.is_over
         saved = {*checkpoint.get("callbacks", {}), *stamp.get("states", {})}
         callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        # Report callbacks that have a state in this run, but no state in the checkpoint.
         for callback in callbacks:
             if not {callback.state_key, name_of(callback)} & saved and callback.state_dict():
                 self._run.did.append(f"no saved state of {type(callback).__name__}")
@@ -212,15 +217,15 @@ class ExactResume(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run, loop, self._has_begun = self._run, cast(Any, trainer.fit_loop), True
-        # Lightning restores no state of stateful loaders at an epoch's end, nor if something asked for the
-        # number of steps: then it made the loaders before it read the checkpoint.
+        # Lightning restores no states of stateful loaders in two cases: at an epoch's end, and if the number
+        # of steps was requested, because the loaders then exist before the checkpoint is read.
         states = loop._combined_loader_states_to_load  # noqa: SLF001
         if run.pending is not None and states:
             loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
             loop._combined_loader_states_to_load = []  # noqa: SLF001
         if self._resumed_step is not None:
             self._finish_late(loop, pl_module)
-        # Begin the resumed pass, unless Lightning has done so after it read the checkpoint.
+        # Begin the resumed pass, unless Lightning began the pass after it read the checkpoint.
         if not run.is_before_epoch and run.pending is not None and (states or not run.is_begun):
             iter(loop._data_fetcher)  # noqa: SLF001
         if run.refusal:
@@ -234,7 +239,8 @@ class ExactResume(Managed):
         if is_reloaded and run.pending is not None and run.pending.is_over:
             run.inexact.append("loaders that are created again for each epoch draw another order")
         if run.num_remaining:
-            # Lightning ends the epoch at `max_batches`: set its counter so that the remaining ones are left.
+            # Lightning ends the epoch when its counters reach `max_batches`. Shift the counters, so that
+            # exactly the remaining batches of the epoch follow.
             current = loop.epoch_loop.batch_progress.current
             shift = int(loop.max_batches) - max(run.num_remaining) - current.ready
             for name in ("ready", "started", "processed", "completed"):
@@ -245,8 +251,8 @@ class ExactResume(Managed):
     def _finish_late(self, loop: Any, model: torch.nn.Module) -> None:
         """Restore flags after the run's start hooks; begin a new epoch's pass after the epoch's start hooks.
 
-        Lightning 2.6 begins the first pass of a run before `set_epoch`. Workers request indices at once, and
-        would get the order of epoch 0.
+        Lightning 2.6 begins the first pass of a run before it calls `set_epoch`. Workers request indices
+        immediately, and would get the order of epoch 0.
         """
         run, advance = self._run, loop.on_advance_start
 
@@ -269,7 +275,7 @@ class ExactResume(Managed):
         self.cleanup.callback(lambda: vars(loop).pop("on_advance_start", None))
 
     def _restore_flags(self, model: torch.nn.Module) -> None:
-        """Freeze parameters, and set modules to evaluation mode, as at the save."""
+        """Set the flags `requires_grad` and `training` to their values in the checkpoint."""
         for flag, named in (("requires_grad", model.named_parameters()), ("training", model.named_modules())):
             off = {*self._saved_flags.get(flag, ())}
             changed = [(name, owner) for name, owner in named if getattr(owner, flag) != (name not in off)]
@@ -279,7 +285,7 @@ class ExactResume(Managed):
         self._saved_flags = {}
 
     def outcome(self) -> Outcome:
-        """Report whether the run was resumed, and how it differs from the saved run."""
+        """Report whether the run was resumed, and how the resumed run differs from the saved run."""
         times = "once" if self._num_saves == 1 else f"{self._num_saves} times"
         texts = [f"order and random states saved {times}"] if self._num_saves else []
         if self._run.refusal:
@@ -298,8 +304,8 @@ class ExactResume(Managed):
 def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ExactLoader:
     """Wrap a loader, for Fabric or your own training loop, so that its position can be saved and restored.
 
-    The result has `state_dict`, which all ranks must call, and `load_state_dict`. Under Fabric, wrap what
-    `setup_dataloaders` returns.
+    The result has the methods `state_dict`, which all ranks must call, and `load_state_dict`. Under Fabric,
+    wrap the loader that `setup_dataloaders` returns.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -315,7 +321,7 @@ def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> 
 
 
 def _begin_next_epoch(loop: Any) -> None:
-    """Let a run that was saved after an epoch's last batch begin the next epoch.
+    """Begin the next epoch in a run that was saved after the last batch of an epoch.
 
     Lightning 2.6 fails to count the completed epoch.
     """
@@ -323,7 +329,7 @@ def _begin_next_epoch(loop: Any) -> None:
     progress = inner.batch_progress
     if not (loop.restarted_mid_epoch and inner.restarted_on_train_batch_end and progress.is_last_batch):
         return
-    loop.reset_restart_stage()  # otherwise Lightning skips counting the epoch and `on_train_epoch_start`
+    loop.reset_restart_stage()  # otherwise Lightning skips the epoch's count and its start hooks
     if loop.max_batches == float("inf"):  # otherwise Lightning continues the last epoch's batch count
         progress.current.reset()
         progress.current.completed = -1  # Lightning is about to count the last batch as completed

@@ -1,34 +1,36 @@
-"""Several batches per optimizer step, with the gradient of one large batch of `global_batch_size` samples.
+"""Accumulate the gradients of several batches per optimizer step into the gradient of one large batch.
 
-`global_batch_size` is the number of samples per optimizer step on all ranks. Together with the loader's batch
-size and the number of ranks, it determines the number of batches per step (`accumulate_grad_batches`). So a
-run on more devices, or with smaller batches, makes steps of the same size. For a loader without a batch size
-(WebDataset, a stream, a custom batch sampler, several loaders), set `num_batches` instead: the batches per
-step on each rank. These may differ in size: each is weighted by its samples, or by the weight that
-`training_step` returns.
+`global_batch_size` is the number of samples per optimizer step on all ranks. The number of batches per step
+(`accumulate_grad_batches`) is the global batch size, divided by the loader's batch size and by the number of
+ranks. So a run on more devices, or with smaller batches, makes steps of the same size. Some loaders have no
+batch size (WebDataset, a stream, a custom batch sampler, several loaders). For these loaders, set
+`num_batches`, the number of batches per step on each rank. Batches may differ in size. Each batch is weighted
+by its number of samples, or by the weight that `training_step` returns.
 
-If batches weigh differently (tokens without padding, boxes, pixels), `training_step` returns
-`{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, its gradient is the
-mean over the batches it has. The training loop is in microbatching/lightning_loop.py, the scale factors in
-microbatching/window.py.
+If the loss is a mean over other items than samples (tokens without padding, boxes, pixels), `training_step`
+must return `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, its
+gradient is the mean over the batches that the step has. The training loop is in
+microbatching/lightning_loop.py, and the scale factors are in microbatching/window.py.
 
 On several ranks, loaders may return different numbers of batches (streams, WebDataset, uneven shards). A rank
-that has no batch left repeats its last one with weight 0 until no rank has a batch. All ranks count the same
-steps, and end epochs together. `num_batches=1` enables this without accumulation. Ranks are then weighted by
-their samples or weights. Otherwise, without weights, all ranks count the same.
+that has no batch left repeats its last batch with weight 0 until no rank has a batch. So all ranks make the
+same number of steps, and end epochs together. `num_batches=1` supports unequal numbers of batches without
+accumulation. Ranks with different numbers of batches are weighted by their samples or by the returned
+weights. If ranks have equal numbers of batches and no weights, all ranks have the same weight.
 
 Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
-`trainer.estimated_stepping_batches` assumes its first size, so set `max_steps`.
+`trainer.estimated_stepping_batches` assumes the schedule's first size, so set `max_steps`.
 
 Saves: activations: only one of the step's batches is in memory at a time.
-Costs: a step takes the time of all its batches. If weights are tensors on a GPU: one synchronization per
-    micro-batch. With weights on several ranks: an all-reduce of one number per step. If the lengths of the
-    loaders are unknown or differ: an all-reduce of two numbers per batch.
-When not: the batch fits: one large batch is faster.
-Conflicts: all rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`;
-    optimizers that evaluate the closure again (LBFGS, SAM); manual optimization; Lightning's own
-    `accumulate_grad_batches`, GradientAccumulationScheduler and DeepSpeedStrategy, which accumulates itself.
-Source: the exact gradient of a weighted mean; Lightning's own accumulation deviates from it:
+Costs: a step takes the time of all its batches. Weights that are tensors on a GPU cost one synchronization
+    per micro-batch. Weights on several ranks cost an all-reduce of one number per step. If the lengths of the
+    loaders are unknown or differ, each batch costs an all-reduce of two numbers.
+When not: the batch fits, because one large batch is faster.
+Conflicts: these are all rejected: a loss that is not a mean over samples; `optimizer.step()` in
+    `training_step`; optimizers that evaluate the closure again (LBFGS, SAM); manual optimization; Lightning's
+    own `accumulate_grad_batches`, GradientAccumulationScheduler and DeepSpeedStrategy, which accumulates
+    itself.
+Source: the exact gradient of a weighted mean; Lightning's own accumulation deviates from this gradient:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """
 
@@ -57,13 +59,13 @@ class GradientAccumulation(Managed):
     Args:
         global_batch_size: Samples per optimizer step, on all ranks.
         num_batches: Batches per optimizer step on each rank, instead of `global_batch_size`.
-        schedule: Global batch size by the first epoch or step it applies to, `{0: 32, 10: 64}`, instead of
-            `global_batch_size` and `num_batches`.
+        schedule: Global batch sizes, by the first epoch or step to which a size applies: `{0: 32, 10: 64}`.
+            Replaces `global_batch_size` and `num_batches`.
         schedule_by: Unit of the keys of `schedule`: `epoch` or `step` (optimizer steps).
 
     Raises:
-        ConfigError: A number is outside its range, the global batch size is not a multiple of the loader's,
-            or none or several of the three settings are set.
+        ConfigError: A number is outside its range, the global batch size is not a multiple of the loader's
+            batch size, or not exactly one of `global_batch_size`, `num_batches` and `schedule` is set.
         ConflictError: The loss is not a mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
@@ -93,7 +95,7 @@ class GradientAccumulation(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest larger batches at the same step size, if the callback is on and operations are small."""
+        """Suggest larger batches with the same global batch size, if operations are small."""
         callbacks = rules.callbacks_of(run.trainer)
         own = next((each for each in callbacks if isinstance(each, GradientAccumulation)), None)
         count = run.trainer.accumulate_grad_batches
@@ -125,15 +127,15 @@ class GradientAccumulation(Managed):
         self.schedule = schedule
         self._set_key = "global_batch_size" if schedule is None else "schedule"
         self.schedule_by = schedule_by
-        # The keys of both dicts are the first epoch or step that a number applies to. The second dict follows
-        # from the first once the loader's batch size is known, unless num_batches is set.
+        # The keys of both dicts are the first epochs or steps to which a number applies. `_read_batch_size`
+        # computes the second dict from the first, unless `num_batches` is set.
         self._global_batch_sizes: dict[int, int] = dict(sorted(sizes.items()))
         self._accumulate_grad_batches: dict[int, int] = {}
         self._description = ""
         self._loop: lightning_loop.ExactStep | None = None
 
     def facts(self) -> Facts:
-        """Return rules against callbacks, strategies and modules that accumulate or step themselves."""
+        """Reject callbacks, strategies and modules that accumulate or step themselves."""
         reasons = {
             "lightning/GradientAccumulationScheduler": "both would decide how many batches make a step",
             "lightning/DeepSpeedStrategy": "DeepSpeed accumulates itself, and divides a second time",
@@ -174,7 +176,7 @@ class GradientAccumulation(Managed):
     def _read_batch_size(self, loader: Any, trainer: pl.Trainer) -> Any:
         """Set the number of batches per step from the loader's batch size; return the loader."""
         batch_size = getattr(loader, "batch_size", None)
-        # A loader with a batch sampler has no batch size itself.
+        # A loader with a batch sampler has no `batch_size` itself.
         if batch_size is None:
             batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         if batch_size is None:
@@ -205,12 +207,13 @@ class GradientAccumulation(Managed):
 
     def _set_current(self, trainer: pl.Trainer) -> None:
         now = trainer.current_epoch if self.schedule_by == "epoch" else trainer.global_step
+        # The latest entry of the schedule that applies already.
         start = max(start for start in self._accumulate_grad_batches if start <= now)
         trainer.accumulate_grad_batches = self._accumulate_grad_batches[start]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the current number of batches again: a resumed run may start in the middle of a schedule."""
+        """Set the current number of batches again, because a schedule may apply to a resumed run."""
         dataloaders.restore_loader_state(trainer)
         self._set_current(trainer)
         loaders = trainer.train_dataloader
@@ -231,7 +234,7 @@ class GradientAccumulation(Managed):
             warnings.warn(text, ConflictWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Return the number of batches per step, how they are weighted, and the skipped and cut steps."""
+        """Report the number of batches per step, their weights, and the numbers of skipped and cut steps."""
         loop = self._loop
         if loop is None or not self._description:
             return Outcome(did="no training data yet", effective=False)

@@ -1,27 +1,28 @@
-"""Recompute activations in the backward pass instead of keeping them (also: activation checkpointing).
+"""Recompute activations in the backward pass instead of keeping them (activation checkpointing).
 
-The forward pass of a block keeps only its inputs; when the backward pass needs the activations inside, the
-block runs again. Policies:
+The forward pass of a block keeps only the block's inputs. When the backward pass needs the activations inside
+the block, the block runs again. The policies are:
 
-- `full` recomputes every repeated block, and `every_n` one block in n.
-- `selective` recomputes all operations except matrix products, convolutions and attention. Their outputs are
-  kept unless they are modified in place (as in recurrent layers).
-- `offload` is `full` with the inputs in host memory.
-- `budget` lets the compiler choose which activations to keep, up to a fraction of all.
-- `fit` chooses `keep`, `selective`, `full` or `offload` for each block: the choice with the fewest FLOPs
-  whose predicted peak is below `memory`. It uses `offload` only if nothing else fits.
+- `full` recomputes every repeated block, and `every_n` recomputes one block in n.
+- `selective` recomputes all operations except matrix products, convolutions and attention. If a block changes
+  an output in place, as recurrent layers do, `selective` also recomputes that output.
+- `offload` recomputes like `full`, and keeps the blocks' inputs in host memory.
+- `budget` lets the compiler choose which activations to keep, up to a fraction of all activations.
+- `fit` chooses `keep`, `selective`, `full` or `offload` for each block, with the fewest FLOPs that give a
+  predicted peak within `memory`. `fit` uses `offload` only if nothing else fits.
 
-A block runs again with the random numbers, autocast, attributes, parameters, buffers and containers of its
-call, so the result is bit-identical. The technique's page lists changes that stop the run, and changes that
-are not detected (globals, for example).
+A block runs again with the random numbers, autocast state, attributes, parameters, buffers and containers
+that its forward pass had, so the result is bit-identical. The technique's page lists changes that stop the
+run, and changes that are not detected, for example of globals.
 
-Saves: activations: a recomputed block keeps only its inputs.
-Costs: one more forward of the recomputed blocks: a third of a step's operations for `full`, only pointwise
-    operations for `selective`. `offload` copies each block's inputs over the bus twice, and needs pinned host
-    memory of up to twice the inputs of a step. A block's hooks run twice. `fit` predicts a few steps before
-    the first one; each prediction takes a fraction of a second to several seconds.
-When not: the batch fits, or the peak is the optimizer step.
-Conflicts: a model or strategy that already recomputes. `budget` needs `callbacks/torch_compile`;
+Saves: activations, because a recomputed block keeps only its inputs.
+Costs: one more forward pass of the recomputed blocks. With `full`, this extra pass takes a third of a step's
+    operations. With `selective`, only pointwise operations run again. `offload` copies each block's inputs
+    over the bus twice, and needs pinned host memory of up to twice the inputs of a step. A block's hooks run
+    twice. `fit` predicts a few steps before training; each prediction takes a fraction of a second to
+    several seconds.
+When not: the batch fits in memory, or the memory peak is in the optimizer step.
+Conflicts: a model or strategy that already recomputes activations. `budget` needs `callbacks/torch_compile`;
     `selective` cannot be used with compiled blocks. `fit` needs the full, uncompiled model on each device,
     and a step that runs on fake tensors. A block that modifies its inputs in place needs `offload`.
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174; torch.utils.checkpoint
@@ -69,24 +70,24 @@ class GradientCheckpointing(Managed):
 
     Args:
         policy: `full`, `every_n`, `selective`, `budget`, `offload` or `fit`.
-        every_n_blocks: For `every_n`: one block in this many is recomputed.
-        memory_budget: For `budget`: fraction of the activations that may be kept, 0 to 1.
-        blocks: Class names, patterns of module names (`net.layers.*`), classes, or a function of name and
-            module that returns a bool; None finds the repeated blocks.
-        memory: For `fit`: maximum peak of a step on each device, as a size with its unit (`20GiB`) or as a
-            fraction of the device's memory.
+        every_n_blocks: With `every_n`, one block out of this number is recomputed.
+        memory_budget: With `budget`, the fraction of the activations that may be kept, from 0 to 1.
+        blocks: Class names, classes, patterns of module names (`net.layers.*`), or a function that gets a
+            name and a module and returns a bool; None selects the repeated blocks.
+        memory: With `fit`, the maximum peak of a step on each device, as a size with its unit (`20GiB`) or as
+            a fraction of the device's memory.
 
     Raises:
         ConfigError: A value is outside its range, `memory` is set without `fit`, or `blocks` matches nothing.
-            For `fit`, before the first step: no choice fits in `memory`, or the step cannot be predicted.
-        ConflictError: The model or the strategy already recomputes, `budget` has no compiler that supports
-            it, or `selective` is used with compiled blocks.
-        EnvironmentLacksError: Before torch 2.13: `selective` in blocks that modify a kept output in place, as
-            recurrent layers do.
+            With `fit`, no choice fits in `memory`, or no step can be predicted; raised before the first step.
+        ConflictError: The model or the strategy already recomputes activations, no compiler supports
+            `budget`, or `selective` is used with compiled blocks.
+        EnvironmentLacksError: torch is older than 2.13, and a block with `selective` modifies a kept output
+            in place, as recurrent layers do.
         RecomputationError: A block depends on something that changed before its backward pass.
 
     Warns:
-        NoEffectWarning: The model has no repeated blocks, or a fit recomputed no block.
+        NoEffectWarning: The model has no repeated blocks, or no block was recomputed in training.
 
     Example:
         >>> callback = GradientCheckpointing(policy="every_n", every_n_blocks=3)
@@ -114,8 +115,8 @@ class GradientCheckpointing(Managed):
         blocks: BlockSelector = None,
         memory: str | Fraction = FRACTION,
     ) -> None:
-        num_bytes(memory, 0)  # raises if it is not a size
-        # Other policies ignore the memory, so the setting would have no effect.
+        num_bytes(memory, 0)  # raises an error if `memory` is not a size
+        # Other policies ignore `memory`, so the setting would have no effect.
         if memory != FRACTION and policy != "fit":
             fit = Remedy(
                 "callbacks.gradient_checkpointing.policy=fit",
@@ -135,7 +136,7 @@ class GradientCheckpointing(Managed):
         self._is_budget_set = False
 
     def facts(self) -> Facts:
-        """Reject models and strategies that recompute too, and compilers that do not suit the policy."""
+        """Reject models and strategies that already recompute, and compilers that do not suit the policy."""
         full, selective, budget = (
             Remedy(
                 f"callbacks.gradient_checkpointing.policy={policy}",
@@ -174,7 +175,7 @@ class GradientCheckpointing(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it for a model with repeated blocks whose inputs are not modified in place."""
+        """Suggest this technique for a model whose repeated blocks do not modify their inputs in place."""
         blocks = run.recorder.called_blocks if run.recorder is not None else ()
         if run.recorder is None or run.recorder.writes_inputs or not blocks:
             return None
@@ -210,7 +211,7 @@ class GradientCheckpointing(Managed):
         new = recompute(model, policy=policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
         for recomputed in new.values():
             self.cleanup.callback(recomputed.remove)
-        # `fit` calls this twice: add to the blocks of the first call.
+        # With `fit` this method runs twice, so add to the blocks of the first call.
         self._recomputed |= new
         if not self._num_blocks:
             text = "GradientCheckpointing found no repeated blocks: name them with blocks="
@@ -219,8 +220,8 @@ class GradientCheckpointing(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Set the hook on the instance, for one batch. A hook of the class would cost time in every batch, and
-        # `OptimizerChoice`, which has looked for hooks before, would assume that it reads gradients.
+        # Set the hook on the instance, for one batch. A hook of the class would cost time in every batch.
+        # `OptimizerChoice`, which looks for hooks earlier, would also assume that the hook reads gradients.
         if self._fit is not None:
             vars(self)["on_train_batch_start"] = self._choose
 

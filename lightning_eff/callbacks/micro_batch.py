@@ -1,32 +1,34 @@
 """Split each batch into micro-batches that fit in memory, with the gradient of the full batch.
 
-The callback splits each batch of the loader along its samples and steps once per batch. The rules for
-splitting are in microbatching/splitting.py; for other batches, pass a `splitter`. `keep` names values that
-are not split: class weights, positions, a mask shared by all samples. Micro-batches are weighted by their
-samples, or by the `loss_weight` that `training_step` returns next to the mean loss. So the step equals the
-full batch's.
+The callback splits each batch of the loader along the sample axis, and makes one optimizer step per batch.
+The rules for splitting are in microbatching/splitting.py; for other batches, pass a `splitter`. `keep` names
+values that are not split, such as class weights, positions, or a mask shared by all samples. Each micro-batch
+is weighted by its number of samples, or by the `loss_weight` that `training_step` returns next to the mean
+loss. So the gradient equals the gradient of the full batch.
 
-With `auto`, the full batch is tried first. When memory runs out in the forward or backward pass, everything
-that the step has changed (random states, buffers, metrics) is restored. The step is then computed again with
-half the size. The result is bit-identical to a run that started with this size. Checkpoints store the size.
+With `micro_batch_size=auto`, the full batch is tried first. When memory runs out in the forward or backward
+pass, everything that the step has changed (random states, buffers, metrics) is restored. The step is then
+computed again with half the micro-batch size. The result is bit-identical to a run that started with this
+size. Checkpoints store the size.
 
-`find` tries several sizes before the first step, including an optimizer step, restores everything, and uses
-the largest size that fits. `search()` repeats this during training, for example after unfreezing layers.
+With `find`, the callback tries several sizes before the first step, and uses the largest size that fits. Each
+trial includes an optimizer step; all changes of a trial are undone. `search()` repeats these trials during
+training, for example after unfreezing layers.
 
-Saves: activations: only those of one micro-batch are in memory. With `auto`, a run continues after an
-    out-of-memory error.
+Saves: activations: only one micro-batch's activations are in memory at a time. With `auto`, a run continues
+    after an out-of-memory error.
 Costs: micro-batches that are too small for the device are slow. `auto` copies random states and buffers in
-    each step, and keeps the batches of a window. Before an update it copies parameters, gradients and
-    optimizer state to host memory; on a GPU only before the first update. On several ranks, `auto` averages
-    gradients after the backward pass instead of during it. After an out-of-memory error the step runs again,
-    including its hooks (`on_after_backward`, and those around zero_grad). Batch norms and other layers that
-    normalize over a batch use only the micro-batch.
+    each step, and keeps all batches of the step. Before each update, `auto` copies parameters, gradients and
+    optimizer state to host memory; on a GPU, only the first update is preceded by a copy. On several ranks,
+    `auto` averages gradients after the backward pass instead of during it. After an out-of-memory error the
+    step runs again, including its hooks (`on_after_backward`, and the hooks around `zero_grad`). Batch norms
+    and other layers that normalize over a batch compute statistics per micro-batch.
 When not: the batch fits.
-Conflicts: rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`; manual
-    optimization; DeepSpeed's own accumulation; optimizers that step in the backward pass. Also rejected:
-    `auto` on several ranks without DDP, or with synchronized batch norms, a communication hook or a static
-    graph. Not detected: under FSDP2 or ZeRO, ranks that split their batches into different numbers of
-    micro-batches wait for each other forever.
+Conflicts: these are rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`;
+    manual optimization; DeepSpeed's own accumulation; optimizers that step in the backward pass. On several
+    ranks, `auto` is rejected without DDP, and with synchronized batch norms, a communication hook or a static
+    graph. One conflict is not detected: under FSDP2 or ZeRO, ranks that split their batches into different
+    numbers of micro-batches wait for each other forever.
 Source: learned from Composer's device_train_microbatch_size; a bug in Lightning's own search:
     https://github.com/Lightning-AI/pytorch-lightning/issues/21903
 """
@@ -54,7 +56,7 @@ from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS
 
 PREDICTED_PARTS = 8
-"""Largest number of micro-batches per batch in a memory prediction."""
+"""Maximum number of micro-batches per batch in a memory prediction."""
 
 
 class MicroBatch(Managed):
@@ -65,14 +67,14 @@ class MicroBatch(Managed):
         find: With `auto`, search for the largest size that fits, before the first step.
         headroom: Fraction of the device's memory that `find` leaves free at the peak, on devices that report
             their memory.
-        splitter: Replaces the built-in rules for splitting a batch: `splitter(batch, micro_batch_size)`.
+        splitter: Function `splitter(batch, micro_batch_size)` that replaces the built-in rules for splitting.
         keep: Names of tensors or other values in the batch that every micro-batch gets unsplit. A name
-            matches at any depth; a path of names and positions starts at the root of the batch:
-            `targets.weights`, `1`.
+            matches at any depth; a path of names and positions (`targets.weights`, `1`) starts at the root of
+            the batch.
 
     Raises:
-        ConfigError: A number is outside its range; `find` is set without `auto`, or `keep` with a splitter;
-            or the first batch lacks a name in `keep`.
+        ConfigError: A number is outside its range, `find` is set without `auto`, `keep` is set with a
+            splitter, or the first batch lacks a name in `keep`.
         ConflictError: The loss is not a mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
@@ -90,7 +92,7 @@ class MicroBatch(Managed):
     try_as = (
         Try(
             overrides=("callbacks.micro_batch.micro_batch_size={part}",),
-            # With accumulation the loader's batch can be smaller instead; batch norms change the result.
+            # With accumulation, a smaller loader batch has the same effect; batch norms change the result.
             excludes=("callbacks/gradient_accumulation", "run/batch_norm"),
         ),
     )
@@ -125,13 +127,13 @@ class MicroBatch(Managed):
         self._counts_by = self._uneven = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Run only some micro-batches of each batch in a prediction, since they need the same memory."""
+        """In a prediction, run only some micro-batches of each batch, since all need the same memory."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
 
     def assumptions(self) -> list[str]:
-        """Return the micro-batches' outputs that a prediction does not count, if there are any."""
+        """Return a note if a prediction does not count the outputs of some micro-batches."""
         size = self._size
         # Whether the largest batch has more micro-batches than a prediction runs.
         is_cut = size is not None and (size.current or size.largest) * PREDICTED_PARTS < size.largest
@@ -144,7 +146,7 @@ class MicroBatch(Managed):
         return self._size.current if self._size is not None else self._initial_size
 
     def facts(self) -> Facts:
-        """Return rules against modules and strategies that step themselves, and what a retry would break."""
+        """Reject modules and strategies that step themselves, and everything that a retry would break."""
         reasons = {
             "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a separate batch",
             "run/manual_optimization": "the module runs its backward passes itself",
@@ -156,7 +158,7 @@ class MicroBatch(Managed):
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))
         if not self.is_auto:
             return Facts(excludes=tuple(rules))
-        # With `auto`, a rank that runs out of memory computes a step again, alone.
+        # With `auto`, a single rank may run out of memory, and computes the step again without the others.
         wait = "a rank that runs out of memory would leave the others waiting in the middle of a forward pass"
         reasons = {
             "lightning/FSDPStrategy": wait,
@@ -177,7 +179,7 @@ class MicroBatch(Managed):
     def suggest(run: Observed) -> Suggestion | None:
         """Suggest micro-batches of half a batch, if the loss is a mean over samples.
 
-        If the callback is already on and operations are small, suggest twice its size instead.
+        If the callback is active already, and operations are small, suggest twice the micro-batch size.
         """
         trainer, module, half = run.trainer, run.module, run.num_samples // 2
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -186,7 +188,7 @@ class MicroBatch(Managed):
             size = own.micro_batch_size
             if not isinstance(size, int) or size >= run.num_samples or not run.small_operations:
                 return None
-            # Twice the size needs half as many kernels.
+            # Micro-batches of twice the size need half as many kernels.
             words = f"micro_batch_size={min(2 * size, run.num_samples)}"
             change = Remedy(f"callbacks.micro_batch.{words}", f"MicroBatch({words})")
             return Suggestion(change=str(change), why=f"{run.small_operations}; more memory is needed")
@@ -194,8 +196,8 @@ class MicroBatch(Managed):
         is_simple = module.automatic_optimization and trainer.world_size == 1
         if run.sample is None or not half or is_tiled or not is_simple:
             return None  # a tile's size does not depend on the number of samples
-        # While the second half runs, the gradients of the first half are in memory. `held_bytes` counts them,
-        # so those in the recording get the factor 0.
+        # While the second half runs, the gradients of the first half are in memory. `held_bytes` counts these
+        # gradients, so the recorded gradients get the factor 0.
         factors = {i: 0.0 for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
         # Activations are proportional to the number of samples.
         factors |= {index: half / run.num_samples for index, _ in run.activations()}
@@ -209,7 +211,8 @@ class MicroBatch(Managed):
             with trainer.precision_plugin.train_step_context():
                 return module.training_step(*(part.batch, 0)[:num_arguments])
 
-        # A run would reject a loss that is not a mean over samples, so this must not suggest it.
+        # A run would reject a loss that is not a mean over samples, so micro-batches must not be suggested
+        # for this loss.
         is_low, size = (
             not str(trainer.precision).startswith(("32", "64")),
             MicroBatchSize(None, is_auto=False),
@@ -230,7 +233,7 @@ class MicroBatch(Managed):
         if stage != "fit":
             return
         super().setup(trainer, pl_module, stage)
-        # Start from the size of an earlier fit or of a checkpoint.
+        # Start with the size of an earlier fit or of a checkpoint.
         self._initial_size = self.current_size if self.is_auto else None
         self._size = MicroBatchSize(
             self.micro_batch_size if isinstance(self.micro_batch_size, int) else None,
@@ -254,7 +257,7 @@ class MicroBatch(Managed):
             self.search()
 
     def search(self) -> None:
-        """Search for a size before the next step; call it during training, from a callback or the module.
+        """Search for a size before the next step; call this during training, from a callback or the module.
 
         Raises:
             ConfigError: The size is fixed, or no training is running.
@@ -266,7 +269,7 @@ class MicroBatch(Managed):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the size, so that a resumed run does not run out of memory again."""
+        """Return the micro-batch size, so that a resumed run does not run out of memory again."""
         return {"micro_batch_size": self.current_size if self.is_auto else None}
 
     @override
@@ -284,7 +287,7 @@ class MicroBatch(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def outcome(self) -> Outcome:
-        """Return the size, the number of split batches, and the out-of-memory errors."""
+        """Report the micro-batch size, the number of split batches, and the out-of-memory errors."""
         size = self._size
         if size is None:
             return Outcome(did="no training data yet", effective=False)

@@ -1,17 +1,18 @@
-"""Use the configured optimizer instead of the module's own, without weight decay on norms and biases.
+"""Replace the module's optimizer by the configured optimizer, without weight decay on norms and biases.
 
-In a plain Trainer the module's parameter groups stay. The module's schedule is bound to the replaced
-optimizer: pass it again, or drop it with `scheduler="none"`. A recipe's `optimizer` and `scheduler` groups
-also use this callback. Schedule-free optimizers evaluate with other weights than they train with: this
-callback switches the weights around validation, checkpoints and the end of the run. Gradients are freed at
-the end of a step instead of after the next forward pass, unless other code could read them in between. That
-lowers the peak by one buffer of the parameters' size.
+In a plain Trainer, the parameter groups of the module's optimizer are kept. The module's schedule is bound to
+the replaced optimizer, so pass a `scheduler` here, or drop the schedule with `scheduler="none"`. A recipe's
+`optimizer` and `scheduler` groups also use this callback. Schedule-free optimizers use different weights for
+training and evaluation. This callback switches to the evaluation weights for validation, for checkpoints and
+at the end of the run. Gradients are freed at the end of a step instead of after the next forward pass, unless
+other code could read the gradients in between. Freeing gradients early lowers the peak by one buffer of the
+parameters' size.
 
 Saves: memory or time, depending on the optimizer; one buffer of the parameters' size at the peak.
-Costs: none, apart from the optimizer's costs.
-When not: you want to keep the module's own optimizers: `optimizer=module`.
-Conflicts: modules with manual optimization are rejected: they step the optimizers that they made. Each
-    optimizer states its own conflicts.
+Costs: none, apart from the costs of the optimizer itself.
+When not: you want to keep the module's own optimizers (use `optimizer=module`).
+Conflicts: modules with manual optimization are rejected, because they step the optimizers that they made.
+    Each optimizer states its own conflicts.
 Source: decay only on matrices as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html
 """
 
@@ -51,23 +52,26 @@ GRADIENT_HOOKS = (
     "on_before_zero_grad",
     "optimizer_zero_grad",
 )
-"""Hooks that Lightning 2.6 calls after a step and before it frees the gradients."""
+"""Hooks that Lightning 2.6 calls after an optimizer step, while the gradients are still in memory."""
 
 
 class OptimizerChoice(Managed):
-    """Train with this optimizer instead of the module's own.
+    """Train with the given optimizer instead of the module's own optimizer.
 
-    The module must have a `configure_optimizers`, because Lightning checks for it before it calls callbacks.
+    The module must define `configure_optimizers`, because Lightning checks for this method before it calls
+    callbacks.
 
     Args:
-        optimizer: Called with parameter groups; a recipe uses its `optimizer` group instead.
-        scheduler: Called with the optimizer, and stepped after each of its steps. None keeps the learning
-            rate constant; "none" does so even if the module has a schedule, which it drops.
+        optimizer: Function that makes the optimizer from parameter groups; a recipe uses its `optimizer`
+            group.
+        scheduler: Function that makes a scheduler from the optimizer; the scheduler steps after each
+            optimizer step. With None, the learning rate stays constant. With "none", a schedule of the module
+            is dropped too.
 
     Raises:
-        ConfigError: No optimizer is given, the module uses manual optimization, or it has a schedule and
-            `scheduler` is None.
-        ConflictError: The optimizer cannot be combined with something else in the run.
+        ConfigError: No optimizer is given, the module uses manual optimization, or the module has a schedule
+            and `scheduler` is None.
+        ConflictError: The optimizer cannot be combined with another technique or setting of the run.
 
     Example:
         >>> import functools, torch
@@ -102,7 +106,7 @@ class OptimizerChoice(Managed):
         self._has_freed_gradients = False
 
     def facts(self) -> Facts:
-        """State whether there is a schedule, and whether one kernel steps all parameters."""
+        """Declare whether there is a schedule, and whether one fused kernel steps all parameters."""
         provides = (SCHEDULE,) if callable(self.scheduler) else ()
         fused = ("optimizer/fused",) if factory_keywords(self.optimizer).get("fused") else ()
         return Facts(provides=(*provides, *fused))
@@ -112,11 +116,11 @@ class OptimizerChoice(Managed):
         return optimizer_classes(self.optimizer)
 
     def replace(self, module: pl.LightningModule, *, keep_own: bool = True) -> None:
-        """Replace the module's `configure_optimizers`, once until `cleanup` is closed.
+        """Replace the module's `configure_optimizers`; further calls do nothing until `cleanup` is closed.
 
         Args:
             module: The module to train.
-            keep_own: Keep the parameter groups of the module's optimizer.
+            keep_own: Whether to keep the parameter groups of the module's optimizer.
         """
         if self._is_attached:
             return
@@ -126,7 +130,7 @@ class OptimizerChoice(Managed):
             remedy = Remedy("optimizer=module", "leave out OptimizerChoice")
             raise ConfigError(key="", value=fault, allowed=allowed, remedies=[remedy])
         is_kept = keep_own and is_overridden("configure_optimizers", module)
-        # Its groups are read when Lightning asks for the optimizers, and may have their own learning rates.
+        # Lightning's call also reads the module's parameter groups, which may set learning rates.
         own = module.configure_optimizers if is_kept else None
         self._is_attached = True
         self.cleanup.callback(setattr, self, "_is_attached", False)  # noqa: FBT003 - setattr's own argument
@@ -137,7 +141,7 @@ class OptimizerChoice(Managed):
     def _restore_later(self, owner: Any, name: str) -> None:
         attributes = vars(owner)
         if name in attributes:
-            # Another technique has set it on the instance before.
+            # Another technique has set this attribute on the instance before.
             self.cleanup.callback(attributes.update, {name: attributes[name]})
         else:
             self.cleanup.callback(attributes.pop, name, None)
@@ -157,7 +161,7 @@ class OptimizerChoice(Managed):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Before the rules are checked: if they reject the optimizer, its hooks must still be removed.
+        # Register the cleanup before the rules are checked: a rejected optimizer must lose its hooks too.
         optimizer: Any = trainer.optimizers[0]
         self._built = optimizer
         # Optimizers of the package schedulefree have these methods.
@@ -166,7 +170,7 @@ class OptimizerChoice(Managed):
         if hasattr(optimizer, "close"):
             self.cleanup.callback(optimizer.close)
         self._has_freed_gradients = False
-        # Name of a hook of the user that may read gradients between two steps.
+        # Name of a user's hook that may read gradients between two steps.
         self._gradient_reader = ""
         callbacks: Sequence[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         for owner, base in [(pl_module, pl.LightningModule), *((c, pl.Callback) for c in callbacks)]:
@@ -181,7 +185,7 @@ class OptimizerChoice(Managed):
             return
         save = trainer.save_checkpoint
 
-        # Save the evaluation weights. Not in a hook: `save_weights_only` calls no callback.
+        # Save the evaluation weights. Why not in a hook: `save_weights_only` calls no callback.
         def save_evaluated(*arguments: Any, **keywords: Any) -> None:
             is_training = any(group.get("train_mode", False) for group in optimizer.param_groups)
             optimizer.eval()
@@ -212,7 +216,7 @@ class OptimizerChoice(Managed):
         if self._gradient_reader or trainer.global_step == self._last_step or self._built is None:
             return  # global_step is unchanged: gradients are still accumulating
         self._last_step = trainer.global_step
-        # Sets gradients to None, which frees them before the next forward pass needs memory.
+        # `zero_grad` sets gradients to None, which frees memory before the next forward pass.
         self._built.zero_grad()
         self._has_freed_gradients = True
 
@@ -224,7 +228,7 @@ class OptimizerChoice(Managed):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            # The sanity check runs before training has begun.
+            # The sanity check runs before training has begun, so the evaluation weights stay.
             self._set_mode(train=not trainer.sanity_checking)
 
     @override
@@ -246,7 +250,8 @@ class OptimizerChoice(Managed):
         """Report the optimizer, its number of tensors, and the bytes of its state."""
         if self._built is None:
             return Outcome(did="not built yet", effective=False)
-        groups = getattr(self._built, "whole_groups", self._built.param_groups)  # DeepSpeed shards its own
+        # DeepSpeed shards the `param_groups` of its optimizer.
+        groups = getattr(self._built, "whole_groups", self._built.param_groups)
         counts = [len(group["params"]) for group in groups]
         num_parameters = sum(full_shape(p).numel() for group in groups for p in group["params"])
         held = state_bytes(self._built)

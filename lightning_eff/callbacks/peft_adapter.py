@@ -1,22 +1,22 @@
-"""Train small adapters in a frozen model: LoRA and PEFT's other methods, by PEFT's names.
+"""Train small adapters in a frozen model, with LoRA or another method of PEFT.
 
-Each targeted layer gets an adapter in place, and all other parameters are frozen. Adapters change nothing at
-first, so the first step sees the original model. About 1 % of the parameters are trained, so gradients,
-optimizer state and data-parallel traffic shrink as much. `all-linear` targets every linear layer, the head
-included, except the output embedding of a Hugging Face model. Convolutions are adapted by name; convolutions
-that PEFT would adapt incorrectly are rejected. Checkpoints contain the trained parameters and a fingerprint
-of the base, so that loading onto another base is rejected.
+Each targeted layer gets an adapter in place, and all other parameters are frozen. New adapters do not change
+the output, so the first step computes with the original model. About 1 % of the parameters are trained, so
+gradients, optimizer state and data-parallel traffic shrink to about 1 %. `all-linear` targets every linear
+layer, including the head, except the output embedding of a Hugging Face model. Convolutions must be named in
+`target_modules`; convolutions that PEFT would adapt incorrectly are rejected. A checkpoint contains the
+trained parameters and a fingerprint of the frozen base, and cannot be loaded onto another base.
 
 Why only methods that change layers: methods with virtual tokens need PEFT's wrapper around one Hugging Face
 model, and AdaLoRA needs a loop that allocates ranks between the backward pass and the step.
 
 Saves: gradients and optimizer state of all parameters except the adapters.
-Costs: the adapters' matrix products in both passes; activations stay the same. Keys of adapted layers contain
-    `base_layer`. `modules_to_save` keeps a second copy of each module. The first save or load reads the
-    frozen base once, to compute its SHA-256.
-When not: you want to train the full model; activations are what does not fit.
-Conflicts: optimizers that project gradients, weight averaging, callbacks that freeze and unfreeze. The
-    Trainer's `-true` precisions cast adapters too.
+Costs: the adapters' matrix products in the forward and backward passes. Activations need as much memory as
+    before. Checkpoint keys of adapted layers contain `base_layer`. Each module in `modules_to_save` is in
+    memory twice. The first save or load reads the frozen base once, to compute its SHA-256.
+When not: you want to train all parameters, or the activations do not fit in memory.
+Conflicts: optimizers that project gradients, weight averaging, and callbacks that freeze and unfreeze layers.
+    The Trainer's `-true` precisions cast adapters too.
 Source: https://huggingface.co/docs/peft; Hu et al. 2021, https://arxiv.org/abs/2106.09685
 """
 
@@ -66,7 +66,7 @@ from lightning_eff.core.text import human_bytes
 MAX_NAMES = 12
 """Maximum number of layer names in a remedy."""
 OWN_CHECKPOINTS = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
-"""Strategies that write checkpoints themselves, with the base, unless they have `whole_checkpoints`."""
+"""Strategies that write checkpoints with the base themselves, unless their `whole_checkpoints` is true."""
 CONFLICTS = (
     Rule(
         name="lightning/BaseFinetuning",
@@ -94,10 +94,10 @@ def adapt(
     options: Mapping[str, Any] | None = None,
     autocast_adapter_dtype: bool = True,
 ) -> dict[str, nn.Module]:
-    """Put adapters into a model and freeze the rest; for Fabric, or your own training loop.
+    """Put adapters into a model and freeze all other parameters, for Fabric or your own training loop.
 
-    The model is any module, before its optimizer is built; a model that already has these adapters stays
-    unchanged. Other arguments and errors: see `PeftAdapter`.
+    Call this function before you build the optimizer. `model` can be any module; a model that already has
+    these adapters stays unchanged. `PeftAdapter` describes the other arguments, and the errors.
 
     Returns:
         The new adapted layers, by name.
@@ -114,29 +114,29 @@ def adapt(
 
 
 class PeftAdapter(Managed):
-    """Train adapters in place of the model's own parameters.
+    """Train adapters instead of the model's own parameters.
 
     Args:
         method: PEFT's name of the method: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
         target_modules: As in PEFT: `all-linear`, a list of layer names or name endings, or a regular
-            expression for full names; None only with the option `target_parameters`.
+            expression for full names. None is allowed only with the option `target_parameters`.
         modules_to_save: Names, or name endings, of modules to train in full, for example a new head.
         options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
-        unused: Patterns of trainable parameters' names that need no gradient in the first step.
-        save_base: Save full checkpoints; False saves trained parameters and a fingerprint of the rest.
-        base_checkpoint: Checkpoint, or `.safetensors`, of the model without adapters, to start from. In a
-            folder of runs, the newest one is used.
+        unused: Name patterns of trainable parameters that need no gradient in the first step.
+        save_base: Save full checkpoints. False saves the trained parameters and a fingerprint of the base.
+        base_checkpoint: Checkpoint or `.safetensors` file of the model without adapters, to start from. For a
+            folder of runs, the newest checkpoint in the folder is used.
 
     Raises:
         CheckpointError: A checkpoint belongs to another adapter or base, or the adapter cannot be saved.
         ConfigError: The method, an option or a layer is unknown, or the method does not fit the model.
-        ConflictError: Something in the run cannot be combined with adapters.
+        ConflictError: A technique, callback or strategy in the run cannot be combined with adapters.
         GradientError: After the first step, a trainable parameter has no gradient or belongs to no optimizer.
 
     Warns:
-        LittleReachedWarning: `all-linear` reaches a small part of the model, as in a CNN, whose only linear
-            layer may be its head.
+        LittleReachedWarning: `all-linear` reaches only a small fraction of the weights, for example only the
+            head of a CNN.
 
     Example:
         >>> callback = PeftAdapter(target_modules=["q_proj", "v_proj"], options={"r": 16, "use_rslora": True})
@@ -179,13 +179,13 @@ class PeftAdapter(Managed):
         self._num_trained = self._num_parameters = self._trained_bytes = 0
         self._trainer: pl.Trainer | None = None
         self._hooks: AdapterCheckpointHooks | None = None
-        self._config()  # raise its errors now
+        self._config()  # checks the arguments now
 
     def _config(self) -> Any:
         return make_config(self.method, self.options or {}, self.target_modules, self.modules_to_save)
 
     def facts(self) -> Facts:
-        """State that parameters are added; reject techniques that unfreeze or save the base."""
+        """Declare that parameters are added, and reject techniques that unfreeze or save the base."""
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=CONFLICTS)
 
     def join_prediction(self, gpu: object) -> bool:
@@ -195,7 +195,7 @@ class PeftAdapter(Managed):
         return True
 
     def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:
-        """Return the names of modules that will be trained in full; all others will be frozen."""
+        """Return the names of modules that will be trained in full; all other modules will be frozen."""
         if adapted_layers(model):
             return model_surgery.trained_modules(model, names)
         return {name for name in names if is_in_module(name, self._saved())}
@@ -211,7 +211,7 @@ class PeftAdapter(Managed):
     def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.ModelChange]]:
         """Return the changes to the model between `configure_model` and the restore of a checkpoint.
 
-        `base=False` does not load the base's values, which fake tensors do not need.
+        With `base=False`, the values of the base are not loaded, because fake tensors do not need values.
         """
         loads = [(Stage.LOAD, self._load_base)] if base and self.base_checkpoint is not None else []
         return [*loads, (Stage.ADAPT, self._apply)]
@@ -223,7 +223,7 @@ class PeftAdapter(Managed):
         return stored_weights.load_base(model, Path(self.base_checkpoint or ""), key=key)
 
     def _apply(self, model: nn.Module) -> int:
-        # Skip embeddings: `all-linear` omits them on purpose, and they may outweigh all other matrices.
+        # Skip embeddings, which `all-linear` omits on purpose and which may be larger than all other weights.
         sizes = {
             f"{name}.{key}": num_weights(parameter)
             for name, module in model.named_modules()
@@ -231,7 +231,7 @@ class PeftAdapter(Managed):
             for key, parameter in module.named_parameters(recurse=False)
             if parameter.dim() >= 2
         }
-        # Found before adapters change the names.
+        # Collect these names before the adapters change them.
         in_full = [name for name, _ in model.named_modules() if name and is_in_module(name, self._saved())]
         try:
             # Without a Trainer the model is only inspected (`plan` on the meta device).
@@ -241,7 +241,7 @@ class PeftAdapter(Managed):
             self._first.check_patterns(model)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
-        # Includes layers that an earlier call adapted.
+        # The result includes layers that an earlier call adapted.
         self._adapted = adapted_layers(model)
         if new and self.target_modules == ALL_LINEAR:
             _warn_if_little(model, sizes, [*new, *in_full])
@@ -267,9 +267,9 @@ class PeftAdapter(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimized = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
-        # An adapter that belongs to no optimizer would change nothing in the whole run.
+        # An adapter that belongs to no optimizer would never be trained.
         missing = [n for n, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
-        # A strategy that flattens parameters optimizes none of the module's own: skip the check then.
+        # If a strategy flattens parameters, the optimizer has none of the module's own: skip the check.
         if missing and any(id(p) in optimized for p in pl_module.parameters()):
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
             raise GradientError(f"{parameters_have(missing)} no optimizer\n  try: {remedy}")
@@ -292,8 +292,8 @@ class PeftAdapter(Managed):
 def _warn_if_little(model: nn.Module, sizes: Mapping[str, int], layers: Sequence[str]) -> None:
     """Warn if less than a quarter of the weights are in trained layers, and name layers to adapt.
 
-    Transformers are far above that: only weights inside `nn.MultiheadAttention` are not reached. `sizes` has
-    the sizes of all matrices before the adaptation.
+    In transformers, `all-linear` reaches almost all weights, except those inside `nn.MultiheadAttention`.
+    `sizes` maps the names of all matrices to their sizes before the adaptation.
     """
     is_trained = {name: name.startswith(tuple(f"{layer}." for layer in layers)) for name in sizes}
     fraction = sum(size for name, size in sizes.items() if is_trained[name]) / max(1, sum(sizes.values()))
@@ -301,7 +301,7 @@ def _warn_if_little(model: nn.Module, sizes: Mapping[str, int], layers: Sequence
         return
     owners = [name.rpartition(".")[0] for name in sizes]
     convolutions = [name for name in owners if isinstance(model.get_submodule(name), CONVOLUTIONS)]
-    # Names starting at their last word: `conv1` of `layer1.0.conv1`, `down.0` of `layer1.0.down.0`.
+    # Name endings that start at the last word: `conv1` of `layer1.0.conv1`, `down.0` of `layer1.0.down.0`.
     last_words = (re.search(r"[^.]*[^.\d][^.]*(\.\d+)*$|[\d.]+$", name) for name in (*convolutions, *layers))
     ends = list(dict.fromkeys(found[0] for found in last_words if found))
     names = ends if convolutions and len(ends) <= MAX_NAMES else ["NAME_OF_A_LAYER_TO_ADAPT"]

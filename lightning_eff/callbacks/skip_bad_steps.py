@@ -1,28 +1,29 @@
 """Skip optimizer steps whose loss or gradient is not finite, or whose gradient norm is an outlier.
 
 One corrupt sample can give a NaN loss, or a gradient many times as large as usual, and the update may ruin
-the run. This callback computes the gradient norm before clipping, and skips the update if the norm
-is NaN or infinite. With `max_deviations`, it also skips outliers: norms that exceed the median of the last
-norms by more than that many robust standard deviations. One such deviation is 1.4826 times the median
-absolute deviation, and at least 1 % of the median.
+the run. This callback computes the gradient norm before clipping, and skips the update if the norm is NaN or
+infinite. With `max_deviations`, the callback also skips outliers. An outlier is a norm that exceeds the
+median of the last norms by more than `max_deviations` robust standard deviations. One robust standard
+deviation is 1.4826 times the median absolute deviation, and at least 1 % of the median.
 
-A skipped step leaves no trace: weights and optimizer state are not updated; buffers, random states, logged
+A skipped step leaves no trace. Weights and optimizer state are not updated; buffers, random states, logged
 values and the module's attributes are restored. Neither `global_step` nor the learning-rate schedule
-advances. The run continues, bit for bit, as if the loader did not have these batches; the log and the report
-list them. All ranks decide alike, because all have the same gradient: a NaN loss on one rank makes it NaN on
-all. Steps that a float16 loss scaler skips are not counted.
+advances. The run continues, bit for bit, as if the loader did not have the batches of this step. The log and
+the report list the skipped batches. All ranks make the same decision, because all ranks have the same
+gradient. A NaN loss on one rank makes the gradient NaN on all ranks. Steps that a float16 loss scaler skips
+are not counted.
 
-After `max_in_a_row` consecutive skipped steps, the run saves a checkpoint with the weights before these
+After `max_in_a_row` consecutive skipped steps, the run saves a checkpoint with the weights from before these
 steps, and stops with an error.
 
 Saves: a run that one bad batch would ruin.
-Costs: one pass over the gradients and one wait for the device per step, to read the norm; a copy of the
-    buffers and of the modules' attributes (0.5 ms of Python per step for a model of one layer).
+Costs: in each step, one pass over the gradients and one wait for the device, to read the norm. Each step also
+    copies the buffers and the modules' attributes, which takes 0.5 ms of Python for a model of one layer.
 When not: bad batches are frequent; then repair the data.
 Conflicts: manual optimization, DeepSpeed, Lightning's FSDPStrategy, and optimizers that free gradients in the
-    backward pass are rejected. A bad gradient ends the run if the optimizer has moved weights before it asked
-    for the gradient (LBFGS in a line search). The Trainer's own `accumulate_grad_batches` works as
-    `callbacks/gradient_accumulation` does.
+    backward pass are rejected. A bad gradient ends the run if the optimizer has already changed weights in
+    this step, as LBFGS does in a line search. The Trainer's own `accumulate_grad_batches` works like
+    `callbacks/gradient_accumulation`.
 Source: none
 """
 
@@ -56,9 +57,9 @@ from lightning_eff.microbatching import lightning_loop
 from lightning_eff.microbatching.snapshot import StepSnapshot
 
 MIN_NORMS = 16
-"""Minimum number of norms before one can be an outlier."""
+"""Minimum number of earlier norms before a norm can be an outlier."""
 MIN_DEVIATION = 0.01
-"""Minimum deviation, as a fraction of the median: norms that are all equal would have none."""
+"""Minimum deviation, as a fraction of the median, because equal norms would have a deviation of 0."""
 MAX_SHOWN = 5
 _OFF = Remedy("~callbacks.skip_bad_steps", "remove SkipBadSteps")
 
@@ -68,13 +69,13 @@ class SkipBadSteps(Managed):
 
     Args:
         max_deviations: Skip a step whose gradient norm exceeds the median by more than this many robust
-            standard deviations; None skips only norms that are not finite.
+            standard deviations. With None, only steps whose norm is not finite are skipped.
         last_n_steps: Number of previous steps whose norms give the median.
-        max_in_a_row: Number of consecutive skipped steps that stops the run; None never stops it.
+        max_in_a_row: Number of consecutive skipped steps that stops the run; None never stops the run.
 
     Raises:
-        ConfigError: An argument is outside its range, or the optimizer frees gradients in the backward pass,
-            or it has moved weights before a bad gradient.
+        ConfigError: An argument is outside its range, the optimizer frees gradients in the backward pass, or
+            the optimizer has changed weights before a bad gradient.
         GradientError: `max_in_a_row` consecutive steps were skipped.
 
     Example:
@@ -100,7 +101,7 @@ class SkipBadSteps(Managed):
         self._num_steps = self._num_in_row = 0
 
     def facts(self) -> Facts:
-        """Reject techniques that keep gradients elsewhere, or step by themselves."""
+        """Reject techniques whose gradients callbacks cannot read, and techniques that step by themselves."""
         reasons = {
             "run/manual_optimization": "the module decides itself when it steps",
             "strategy/deepspeed_zero": "DeepSpeed's engine steps, with gradients that no callback reads",
@@ -133,13 +134,13 @@ class SkipBadSteps(Managed):
         # Lightning's collection of values that `self.log` received in this epoch.
         logged: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         self._snapshot = StepSnapshot(pl_module, trainer.strategy.root_device, logged)
-        # A loss scaler skips steps without a finite gradient itself, and lowers its scale.
+        # A loss scaler itself skips steps whose gradient is not finite, and lowers its scale.
         self._has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._loop.before_window.append(lambda: self._begin(trainer))
         self._loop.is_step_skipped = lambda: self._is_skipped
 
     def _begin(self, trainer: pl.Trainer) -> None:
-        """Save the state before the batches of a step."""
+        """Save the state before the first batch of a step."""
         self._is_bad = self._is_skipped = False
         if trainer.optimizers[0] is not self._gated:  # in the first step, or replaced by a callback
             self._gate(trainer.optimizers[0], trainer)
@@ -158,11 +159,11 @@ class SkipBadSteps(Managed):
     ) -> None:
         groups = optimizer.param_groups
         gradients = [each.grad for group in groups for each in group["params"] if each.grad is not None]
-        # Entries of a sparse gradient with the same index add up.
+        # Add the entries of a sparse gradient that have the same index, because the gradient is their sum.
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         # A norm in float16 would overflow above 65504.
         norm = get_total_norm([each.float() if each.dtype == torch.float16 else each for each in gradients])
-        # Sharded gradients give a partial norm on each rank: combine them.
+        # Sharded gradients give a partial norm on each rank, so combine the partial norms.
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._norm = float(norm)  # waits for the device
         is_finite = math.isfinite(self._norm)
@@ -173,12 +174,12 @@ class SkipBadSteps(Managed):
         if self.max_deviations is None or len(self._norms) < min(MIN_NORMS, self.last_n_steps):
             return math.inf
         median = statistics.median(self._norms)
-        # 1.4826 times the median absolute deviation of a normal distribution is its standard deviation.
+        # For a normal distribution, 1.4826 times the median absolute deviation is the standard deviation.
         deviation = 1.4826 * statistics.median(abs(norm - median) for norm in self._norms)
         return median + self.max_deviations * max(deviation, MIN_DEVIATION * median)
 
     def _gate(self, optimizer: Optimizer, trainer: pl.Trainer) -> None:
-        """Replace the optimizer's `step` for this fit by one that updates nothing after a bad gradient.
+        """Replace the optimizer's `step`, for this fit, by a function that skips updates with a bad gradient.
 
         Why not set gradients to None instead: some optimizers (schedule-free) still update their state.
         """
@@ -210,11 +211,11 @@ class SkipBadSteps(Managed):
                 self._skip(trainer)
                 return bad.loss
             self._num_in_row = 0
-            if 0 < self._norm < math.inf:  # a hinge loss is often 0: such norms would distort the median
+            if 0 < self._norm < math.inf:  # a norm of 0, as of a hinge loss, would distort the median
                 self._norms.append(self._norm)
             return found
 
-        if "step" in vars(optimizer):  # a learning-rate scheduler has replaced it
+        if "step" in vars(optimizer):  # a learning-rate scheduler has replaced the method
             self.cleanup.callback(setattr, optimizer, "step", step)
         else:
             self.cleanup.callback(vars(optimizer).pop, "step", None)
@@ -222,17 +223,17 @@ class SkipBadSteps(Managed):
         self._gated = optimizer
 
     def _skip(self, trainer: pl.Trainer) -> None:
-        """Restore the state before the batches of this step, and log the batches."""
+        """Restore the state from before the batches of this step, and log these batches."""
         attributes = vars(trainer.lightning_module)
-        # Lightning keeps the name of the running hook here, for `self.log`: do not restore an earlier one.
+        # Lightning keeps the name of the running hook here, for `self.log`. Do not restore an earlier name.
         hook = attributes.get("_current_fx_name")
         self._snapshot.restore()
         attributes["_current_fx_name"] = hook
         self._is_skipped = True
         self._num_in_row += 1
-        # The indices, so that the batches can be inspected in the data.
+        # Record the indices of the batches, so that the user can inspect these batches.
         last = trainer.fit_loop.epoch_loop.batch_idx
-        # JSON has no NaN.
+        # The norm is a string, because JSON has no NaN.
         row = {"epoch": trainer.current_epoch, "batches": [self._first_batch, last], "norm": str(self._norm)}
         self._skipped.append(row)
         text = f"callbacks/skip_bad_steps: gradient norm {self._norm:.4g}; skipped {_batches(row)}"
@@ -281,7 +282,7 @@ class SkipBadSteps(Managed):
 
 
 class _BadStep(Exception):  # noqa: N818
-    """Ends an optimizer's `step` after its closure, before anything is updated."""
+    """Ends an optimizer's `step` after the closure, before the optimizer updates anything."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Compute chains of convolutions in spatial tiles, so that only one tile's inner activations exist at a time.
 
-For large images and volumes, activations at full resolution are most of a step's memory. A layer is local if
-a pixel of its output depends on a window of its input. Such layers are convolutions, pooling, pointwise
+For large images and volumes, activations at full resolution take most of a step's memory. A layer is local if
+each output pixel depends only on a window of the input. Local layers are convolutions, pooling, pointwise
 activations, dropout, and normalization over channels or in evaluation mode. Consecutive local children of an
 `nn.Sequential` form a segment. One autograd function computes the segment in overlapping tiles; the overlap
 is the halo. The forward pass keeps only the segment's input, and the backward pass recomputes one tile at a
@@ -10,29 +10,31 @@ one gradient.
 
 Every other child ends a segment and is computed for the full image:
 
-- statistics over all pixels: batch normalization in training, instance and group normalization;
+- normalization over all pixels: batch normalization in training, instance and group normalization;
 - transposed convolutions and upsampling;
 - padding with anything but zeros, and pooling with `ceil_mode`;
-- a class that is not torch's own, hooks on a layer, and sharded weights.
+- layers of a class outside torch, with hooks, or with sharded weights.
 
 Layers that a custom forward calls one after another are not tiled, because the forward may read the
-activations between them. Put them into an `nn.Sequential`.
+activations between them. Put such layers into an `nn.Sequential`.
 
-A segment is tiled under these conditions, which are calculated before anything runs:
+A segment is tiled if all these conditions hold, which are checked before the segment runs:
 
-- its input has at least `min_pixels`, and a single tile would exceed the budget;
+- the segment's input has at least `min_pixels` pixels, and a single tile would exceed the budget;
 - the halo adds at most a quarter of the pixels;
-- the tiles hold less than the layers would keep.
+- the tiles need less memory than the activations that the layers would keep.
 
-Samples have no halo, so a batch is divided first. A chain with a larger halo is cut into shorter ones. Tiles
-are used in evaluation too: they save memory, and dropout draws the same numbers with and without gradients.
+A batch is divided into samples first, because a tile of full samples has no halo. A chain whose halo adds
+more than a quarter of the pixels is cut into shorter chains. Tiles are used in evaluation too. In evaluation,
+tiles also save memory, and dropout draws the same numbers with and without gradients.
 
 Saves: activations between the convolutions of a chain, on large images and volumes.
-Costs: one more forward of the segments, at most a third of their operations, and the halo. A block that
-    `callbacks/gradient_checkpointing` recomputes costs nothing more if it ends with the segment. If it saves
-    something later (a norm, a second segment), the segment is computed three times. Dropout draws per tile:
-    statistically equal, not bit for bit. No second derivatives.
-When not: images are small (a message says so); norms over all pixels, which end a chain.
+Costs: one more forward of the segments, which adds at most a third to their operations, and the halo. A block
+    that `callbacks/gradient_checkpointing` recomputes costs nothing more if the block ends with the segment.
+    If the block saves a tensor later (for a norm, or a second segment), the segment is computed three times.
+    Dropout draws a mask per tile, so results are statistically equal, but not bit-identical. Second
+    derivatives are not supported.
+When not: images are small (a warning says so); the model has many norms over all pixels, which end chains.
 Conflicts: `callbacks/torch_compile`, which unrolls tiles; `callbacks/gradient_checkpointing` with
     `selective`, which would keep the convolutions of all tiles.
 Source: StreamingCNN, https://arxiv.org/abs/1911.04432; torch.utils.checkpoint
@@ -70,7 +72,7 @@ from lightning_eff.kernels.matmul import in_forward_mode, is_traced
 
 NOT_FOUND = "no nn.Sequential with convolutions or pooling found"
 MAX_ENDS = 3
-"""Maximum number of reasons in a report's line."""
+"""Maximum number of reasons in a line of the report."""
 
 
 @check_arguments
@@ -84,16 +86,16 @@ def tile_convs(
     """Compute chains of convolutions of a model in tiles; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; containers whose forward is already replaced do not change.
+        model: Any module; the function skips containers whose forward is replaced already.
         modules: As in `TiledConv`.
         tile_budget_mib: As in `TiledConv`.
         min_pixels: As in `TiledConv`.
 
     Returns:
-        The replacement of each container's forward, by name; its `restore` undoes it.
+        The new forward of each container, by the container's name; the method `restore` undoes a replacement.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is no
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is no
             container.
 
     Warns:
@@ -127,7 +129,7 @@ def _tile(
 
 
 def _containers(model: nn.Module, modules: BlockSelector) -> dict[str, nn.Module]:
-    """Return the selected containers and all containers inside them; by default the model's."""
+    """Return the selected containers and the containers inside them; by default, all in the model."""
     selected = {"": model}
     if modules is not None:
         selected = model_surgery.select_blocks(model, modules, key="modules")
@@ -138,7 +140,7 @@ def _containers(model: nn.Module, modules: BlockSelector) -> dict[str, nn.Module
     return {
         name: inner
         for prefix, module in selected.items()
-        # Containers inside containers too: the inner one is tiled if the outer one is not.
+        # Include nested containers: the inner container is tiled if the outer container is not.
         for name, inner in module.named_modules(prefix=prefix)
         if is_container(inner)
     }
@@ -149,13 +151,13 @@ class TiledConv(Tiling):
 
     Args:
         modules: Class names or name patterns of containers (`net.levels.*`), classes, or a predicate of name
-            and module; None takes every `nn.Sequential`.
-        tile_budget_mib: MiB that the layers' outputs and two gradients may take for one tile; None takes the
-            larger of 64 and a quarter of the segment's input.
+            and module; with None, every `nn.Sequential`.
+        tile_budget_mib: Memory for the layers' outputs and two gradients of one tile, in MiB; with None, the
+            larger of 64 MiB and a quarter of the size of the segment's input.
         min_pixels: Inputs with fewer pixels or voxels (samples x space) are not tiled.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is no
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is no
             container.
         ConflictError: The blocks are compiled, or another technique keeps the tiled activations.
 
@@ -194,7 +196,7 @@ class TiledConv(Tiling):
 
     @override
     def outcome(self) -> Outcome:
-        """Report the segments, their tiles and halo, the bytes not held, and why segments ended."""
+        """Report the segments, their tiles and halo, the bytes not held, and why segments end."""
         segments = {
             f"{name}.{part}" if name else part: segment
             for name, each in self._tiled.items()
@@ -231,7 +233,7 @@ class TiledConv(Tiling):
 
 MAX_AXES = 3
 Child = tuple[str, nn.Module, tuple[LocalLayer, ...] | str]
-"""Name, module, and its local layers or the reason that it has none."""
+"""Name and module of a child, and its local layers or the reason that it has no local layers."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +241,8 @@ class Segment:
     """Children that were computed in tiles, for the report.
 
     Args:
-        num_tiles: Tiles of an input.
-        halo: Pixels of the layers' outputs that were computed a second time, as a fraction of all.
+        num_tiles: Number of tiles per input.
+        halo: Fraction of the layers' outputs that was computed more than once.
         not_held_bytes: Bytes of activations that the layers would have kept for the backward pass.
     """
 
@@ -250,36 +252,36 @@ class Segment:
 
 
 class TiledContainer:
-    """Replaces the forward of an `nn.Sequential`, as the module's attribute `forward`.
+    """Replaces the forward of an `nn.Sequential`; stored in the module's attribute `forward`.
 
     Each call determines the segments from the layers' flags (batch normalization is local in evaluation mode)
-    and from the input's size. Among the segments that start at a child, the call chooses the one whose tiles
-    save most. So a chain whose halo would leave few tiles is cut into shorter ones.
+    and from the input's size. Among the segments that start at a child, the call chooses the segment whose
+    tiles save most. So a chain whose halo allows only few tiles is cut into shorter chains.
 
     Args:
         module: The container.
         budget_bytes: As in `kernels.conv_grid.choose_grid`.
-        min_pixels: Inputs with fewer (samples x space) are not tiled.
+        min_pixels: Inputs with fewer pixels (samples x space) are not tiled.
     """
 
     def __init__(self, module: nn.Module, *, budget_bytes: int | None, min_pixels: int) -> None:
         self.module, self.budget_bytes, self.min_pixels = module, budget_bytes, min_pixels
         self.segments: dict[str, Segment] = {}
-        """Segments of the call that saved most, by the names of the first and the last child."""
+        """Segments of the call that saved the most memory, by the names of the first and the last child."""
         self.ends: dict[str, str] = {}
-        """For each child that ended a segment, the reason."""
+        """Reason for each child that ended a segment, by the name of the child."""
         self.max_pixels = 0
         self._cuts: dict[Any, tuple[int, tuple[int, ...]]] = {}
-        """Number of children of a segment, and its pieces per axis; (1, ()) if nothing is tiled."""
+        """Number of children of a segment, and its pieces per axis; (1, ()) if a child is not tiled."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the children, in tiles if that holds less."""
+        """Compute the children; compute a segment in tiles if tiles need less memory."""
         x: Any = args[0] if len(args) == 1 and not kwargs else None
-        # Tiles need concrete sizes, so no tracing, and have no forward-mode derivative.
+        # Tiles need concrete sizes, which a trace lacks, and support no forward-mode derivatives.
         if not isinstance(x, Tensor) or is_traced() or in_forward_mode():
             return type(self.module).forward(self.module, *args, **kwargs)
         named = list(children_of(self.module).items())
-        while named and not self._may_tile(x):  # small so far, but a later child may upsample x
+        while named and not self._may_tile(x):  # x is small so far, but a later child may upsample it
             x = named.pop(0)[1](x)
         # Axes of x: samples, channels, then space.
         children = [(name, child, read_module(child, x.dim() - 2, TiledContainer)) for name, child in named]
@@ -291,14 +293,14 @@ class TiledContainer:
                 x = children[0][1](x)
             else:
                 first, last = children[0][0], children[num_children - 1][0]
-                # Without gradients nothing would have been kept.
+                # Without gradients, the layers would have kept nothing.
                 not_held = grid.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
                 path = first if num_children == 1 else f"{first}-{last}"
                 segments[path] = Segment(grid.num_tiles, grid.halo(), not_held)
                 x = apply(grid, x)
             del children[:num_children]
         if segments:
-            # A container may be called with images of several sizes.
+            # A container may be called with images of several sizes: report the call that saved most.
             self.segments = max(segments, self.segments, key=_not_held_bytes)
         return x
 
@@ -310,7 +312,7 @@ class TiledContainer:
     def _may_tile(self, x: Any) -> bool:
         if not isinstance(x, Tensor) or not 1 <= x.dim() - 2 <= MAX_AXES:
             return False
-        # A meta tensor has only a shape, for which tiles save nothing.
+        # A meta tensor has no memory that tiles could save.
         if not x.is_floating_point() or x.is_meta:
             return False
         # Samples x space; axis 1 is the channels.
@@ -319,7 +321,7 @@ class TiledContainer:
         return num_pixels >= self.min_pixels
 
     def _segment(self, children: Sequence[Child], x: Tensor) -> tuple[int, Grid | None]:
-        """Return the number of children to compute next, and their tiles; None if untiled (one child)."""
+        """Return the number of children to compute next, and their tiles; (1, None) if no tiles are used."""
         run: list[tuple[LocalLayer, ...]] = []
         for _, _, found in children:
             if isinstance(found, str):
@@ -328,12 +330,12 @@ class TiledContainer:
         # An in-place layer at the front would overwrite pixels that the next tile reads as its halo.
         if not run or not run[0] or overwrites_input([layer for layers in run for layer in layers]):
             return 1, None
-        # Everything that decides the cut: the run of local children, the input, and what each layer keeps.
+        # All inputs of the choice: the run of local children, the input, and what each layer keeps.
         key = (
             len(children), len(run), x.shape, computed_itemsize(x), x.requires_grad,
             tuple(layer.keeps for layers in run for layer in layers),
         )  # fmt: skip
-        # A search takes milliseconds, and inputs of the same size have the same cut.
+        # Cache the choice: a search takes milliseconds, and equal keys give the same cut.
         if key not in self._cuts:
             self._cuts[key] = self._best_cut(run, x)
         num_children, pieces = self._cuts[key]
@@ -341,14 +343,14 @@ class TiledContainer:
         return num_children, Grid.of(layers, x, pieces) if pieces else None
 
     def _best_cut(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]]:
-        """Return the number of children, and the pieces, of the segment that saves most when tiled."""
+        """Find the segment whose tiles save most; return its number of children, and its pieces per axis."""
         best, most_saved = (1, ()), 0
-        # The longest segment first; a shorter one must save strictly more.
+        # Try the longest segment first; a shorter segment must save strictly more.
         for num_children in range(len(run), 0, -1):
             layers = [layer for part in run[:num_children] for layer in part]
             try:
                 grid = choose_grid(layers, x, self.budget_bytes)
-            except ValueError:  # x does not fit the layers: their own error is clearer
+            except ValueError:  # x does not fit the layers: the layers' own error is clearer
                 return 1, ()
             saved = grid.saved_elements(is_input_trained=x.requires_grad)
             if grid.num_tiles > 1 and saved > most_saved:

@@ -1,21 +1,22 @@
-"""Compute the loss of a language model in tiles, without its logits [tokens, vocabulary].
+"""Compute the loss of a language model in tiles, without holding all logits [tokens, vocabulary].
 
 The logits, their gradient and the log-softmax between them are often the largest tensors of a step. With this
-callback, the output projection returns logits that are not computed yet (`_lazy_logits.py`). A cross-entropy
-of these logits is computed a few rows at a time (kernels/cross_entropy.py). Any other function that reads
-them gets full logits. So `training_step` needs no change. If it returns the mean loss itself,
-GradientAccumulation and MicroBatch weight this loss by its number of targets.
+callback, the output projection returns a placeholder for the logits, which are computed when a function reads
+them (`_lazy_logits.py`). A cross-entropy of the placeholder is computed a few rows at a time
+(kernels/cross_entropy.py). Every other function that reads the placeholder gets full logits, so
+`training_step` needs no change. If `training_step` returns the mean loss unchanged, GradientAccumulation and
+MicroBatch weight the loss by its number of targets.
 
-Saves: the logits of a language model, their gradient and the log-softmax: three times tokens x
-    vocabulary.
-Costs: in float16, and inside recomputed blocks, a fourth GEMM of the projection. A 16-bit gradient is rounded
+Saves: the logits of a language model, their gradient and the log-softmax. Each takes tokens x vocabulary
+    values.
+Costs: a fourth GEMM of the projection, in float16 and inside recomputed blocks. A 16-bit gradient is rounded
     once per tile, at most 16 times.
-When not: the vocabulary is small; metrics read full logits, which are computed in addition to the loss.
+When not: the vocabulary is small; metrics read full logits, which are then computed in addition to the tiles.
 Conflicts: a quantized projection; strategies that wait for the gradient of a model's logits. If the
-    projection has hooks, or an adapter with dropout, its logits are computed at once. Logits still held when
-    an optimizer steps are computed before the step. Other reads after weights or inputs have changed are
-    rejected; changes through `.data` are not detected. A fully compiled model has a graph break at its
-    projection.
+    projection has hooks, or an adapter with dropout, the logits are computed immediately. Logits that the run
+    still holds at an optimizer step are computed before this step. Any other read of logits whose weights or
+    inputs have changed is rejected; changes through `.data` are not detected. A fully compiled model has a
+    graph break at its output projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
@@ -47,7 +48,7 @@ TILED = ("_log_softmax", "_to_copy", "clone", "mul", "div")
 NOT_FOUND = "no output projection with more outputs than inputs"
 NAME_IT = "; name it with head="
 CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
-"""The same loss, written into a `training_step`."""
+"""Line of a `training_step` that computes the same loss."""
 
 
 @check_arguments
@@ -58,15 +59,16 @@ def tile_loss(
 
     Args:
         model: Any module.
-        head: Name of its output projection; None finds it.
+        head: Name of the output projection; with None, the projection is detected.
         tile_budget_mib: As in `kernels.cross_entropy.linear_cross_entropy`.
 
     Returns:
-        The projection by name; its `restore()` undoes the change. Empty if the model has no projection, or
-        already computes its loss in tiles.
+        The delayed projection, by its name; the method `restore()` undoes the change. The dictionary is empty
+        if the model has no projection, or already computes its loss in tiles.
 
     Raises:
-        ConfigError: A value is outside its range, or the projection is not found or not a linear layer.
+        ConfigError: A value is outside its range, the projection is not found, or the projection is not a
+            linear layer.
 
     Warns:
         NoEffectWarning: The model has no output projection.
@@ -87,7 +89,7 @@ def tile_loss(
 
 def _tile(model: nn.Module, head: str | None, tile_budget_mib: float | None) -> dict[str, LateProjection]:
     name, module = find_head(model, head) or ("", None)
-    # The call of a projection that is late already is replaced.
+    # A projection that is delayed already has its `_call_impl` replaced.
     if module is None or "_call_impl" in vars(module):
         return {}
     return {name: LateProjection(module, name, tile_budget_mib=tile_budget_mib)}
@@ -97,17 +99,19 @@ class TiledLoss(Tiling):
     """Compute the loss of a language model in tiles.
 
     Args:
-        head: Name of the output projection (`model.lm_head`); None finds it.
-        tile_budget_mib: MiB that a tile's float32 logits may take. None takes the larger of the hidden states
-            and a device default. On a CPU that is 16, with at least 128 rows and at most an eighth of all. On
-            a GPU it is a 64th of its memory, with at most 2,048 rows.
+        head: Name of the output projection (`model.lm_head`); with None, the projection is detected.
+        tile_budget_mib: Memory for the float32 logits of a tile, in MiB. With None, the budget is the larger
+            of the size of the hidden states and a default for the device. The default on a CPU is 16 MiB; a
+            tile then has at least 128 rows and at most an eighth of all rows. The default on a GPU is a 64th
+            of the GPU's memory; a tile then has at most 2,048 rows.
 
     Raises:
-        ConfigError: A value is outside its range, or the projection is not found or not a linear layer.
+        ConfigError: A value is outside its range, the projection is not found, or the projection is not a
+            linear layer.
 
     Warns:
         NoEffectWarning: The model has no output projection, or no loss was computed in tiles.
-        ConflictWarning: Backward passes of a step had unequal numbers of targets, but no weights.
+        ConflictWarning: The backward passes of a step had unequal numbers of targets, and no weights.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TiledLoss()], logger=False, accelerator="cpu")
@@ -127,11 +131,11 @@ class TiledLoss(Tiling):
         self.head = head
         self.tile_budget_mib = tile_budget_mib
         self._unweighted: list[Tensor] = []
-        """Targets per sample, for each backward pass of the step that has no weight."""
+        """Targets per sample, one value for each backward pass of the step whose loss has no weight."""
         self._has_warned = False
 
     def facts(self) -> Facts:
-        """State that it changes the model; reject strategies that would miss its loss's backward pass."""
+        """Declare that TiledLoss changes the model; reject strategies that wait for the logits' gradient."""
         unseen = tuple(
             Rule(
                 name=name,
@@ -144,24 +148,24 @@ class TiledLoss(Tiling):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it if a log-softmax reads the output projection's logits."""
+        """Suggest TiledLoss if a log-softmax reads the output projection's logits."""
         try:
             name, head = find_head(run.module, None) or ("", None)
-        except ConfigError:  # several layers may be meant
+        except ConfigError:  # several layers may be the output projection
             return None
         blocks = tuple(f"{block}." for block in model_surgery.repeated_blocks(run.module))
         outside = {i: each for i, each in run.activations() if not each.path.startswith(blocks)}
         of_head = [i for i, each in outside.items() if each.path == name and each.operation in GEMMS]
         of_loss = [i for i, each in outside.items() if each.operation == "_log_softmax"]
         size, log_softmax = (max((run.sizes[i] for i in each), default=0) for each in (of_head, of_loss))
-        # The log-softmax is the head's if its size matches the logits, or half or double in another dtype.
+        # A log-softmax of the head's logits has their size, or half or double the size in another dtype.
         if not isinstance(head, nn.Linear) or not size or not size // 2 <= log_softmax <= 2 * size:
             return None
         # Sizes of the logits, their gradient and the log-softmax, each in any dtype.
         sizes = {factor * each // 2 for each in (size, log_softmax) for factor in (1, 2, 4)}
         whole = {i: each for i, each in outside.items() if run.sizes[i] in sizes}
         if not {each.operation for each in whole.values() if each.phase == "forward"} <= {*GEMMS, *TILED}:
-            return None  # something else reads the logits, so they would be computed anyway
+            return None  # another operation reads the logits, so full logits would be computed anyway
         # The log-softmax is float32 [rows, vocabulary]: 4 bytes per value.
         num_rows = log_softmax // (4 * head.out_features)
         # An expanded tensor has the shape of the hidden states without their memory.
@@ -183,16 +187,16 @@ class TiledLoss(Tiling):
         """Pass the number of targets to GradientAccumulation and MicroBatch."""
         self._unweighted, self._has_warned = [], False
         step = trainer.fit_loop.epoch_loop.automatic_optimization
-        # Without these two, Lightning's own loop runs, which has no weights.
+        # Without these two callbacks, Lightning's own loop runs, which has no weights.
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh, step.weighs_by = self._weigh, "targets of the tiled loss"
             for projection in self._tiled.values():
                 projection.means = []
 
     def _weigh(self, output: Any, num_samples: int | None) -> Any:
-        """Add the weight to a step's output if it is the mean loss itself and has no weight.
+        """Add `loss_weight` to a step's output if its loss is an unchanged tiled mean and has no weight yet.
 
-        `num_samples` is 0 in a check of the loss, which is no part of a step.
+        `num_samples` is 0 when the loop checks the loss outside of a step.
         """
         means: list[tuple[object, Tensor]] = []
         for projection in self._tiled.values():
@@ -202,13 +206,13 @@ class TiledLoss(Tiling):
         loss = named.get("loss")
         if not isinstance(loss, Tensor) or named.get("loss_weight") is not None:
             return output
-        # The tiled mean itself has its autograd node; `loss + aux` has another one.
+        # An unchanged tiled mean keeps its autograd node; a sum such as `loss + aux` has another node.
         node = node_of(loss)
         targets = next((count for each, count in means if each is node), None)
         if targets is not None:
             return named | {"loss_weight": targets}
         if means and num_samples:
-            # Equal numbers of targets per sample need no weights; `on_before_optimizer_step` compares them.
+            # Equal numbers of targets per sample need no weights; `on_before_optimizer_step` checks this.
             self._unweighted.append(torch.stack([count for _, count in means]).sum() / num_samples)
         return output
 
@@ -216,7 +220,8 @@ class TiledLoss(Tiling):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Compute held logits here too: an optimizer's own hook runs before the closure with the batch."""
+        """Compute the logits that are still held, and warn about backward passes that need weights."""
+        # Why here too: the optimizer's own step hook runs before the closure that computes the batch.
         for projection in self._tiled.values():
             projection.compute_held()
         passes, self._unweighted = self._unweighted, []
@@ -232,7 +237,7 @@ class TiledLoss(Tiling):
     @override
     def outcome(self) -> Outcome:
         """Report the tiles, the bytes that were not held, and the functions that read full logits."""
-        for name, each in self._tiled.items():  # at most one
+        for name, each in self._tiled.items():  # at most one projection
             by = ", ".join(f"{reader} ({count})" for reader, count in each.readers.most_common(3))
             numbers = {
                 "head": name, "losses": each.num_losses, "tile_rows": each.tile_rows, "rows": each.rows,
@@ -252,15 +257,16 @@ class TiledLoss(Tiling):
 
 
 def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | None:
-    """Return the name of a model's output projection, and the projection; None if there is none.
+    """Return a model's output projection with its name, or None if the model has no output projection.
 
-    Hugging Face's models name it themselves. Otherwise, it is a linear layer outside of the repeated blocks:
-    the layer that shares its weight with an embedding, or else the layer with the most outputs, if they
-    outnumber its inputs.
+    Hugging Face's models have a method that returns their output projection. In any other model, the
+    projection is a linear layer outside of the repeated blocks. A layer that shares its weight with an
+    embedding is preferred. Otherwise, the projection is the layer with the most outputs, if this layer has
+    more outputs than inputs.
 
     Args:
         model: The model.
-        head: Name of the projection; None finds it.
+        head: Name of the projection; with None, the projection is detected.
 
     Raises:
         ConfigError: No module has that name, or several layers qualify.
@@ -273,7 +279,7 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
             allowed = f"the name of the output projection, for example {example}"
             raise ConfigError(key="head", value=head, allowed=allowed)
         return head, _trained_copy(named[head])
-    # The method of Hugging Face's models; None for a model without a head.
+    # Hugging Face's models have this method; it returns None if a model has no head.
     getters = [getattr(module, "get_output_embeddings", None) for module in (model, *named.values())]
     outputs = {id(get()) for get in getters if callable(get)}
     names = [name for name, module in named.items() if id(module) in outputs]
@@ -286,7 +292,7 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
             for name, module in named.items()
             if isinstance(layer := _plain(module), nn.Linear) and not name.startswith(inner)
         }
-        # Not `weight`: a parametrized layer computes it, which changes the state of spectral_norm.
+        # Why not `layer.weight`: in a parametrized layer, this read changes the state of spectral_norm.
         tables = [module for module in named.values() if isinstance(module, nn.Embedding)]
         shared = {id(p) for table in tables for p in table.parameters(recurse=False)}
         names = [
@@ -316,6 +322,6 @@ def _plain(module: nn.Module) -> Any:
 
 
 def _trained_copy(module: Any) -> nn.Module:
-    """Return PEFT's trained copy of a module in `modules_to_save`; any other module itself."""
+    """Return the copy of a module that PEFT trains (`modules_to_save`); return any other module unchanged."""
     copies: Any = getattr(module, "modules_to_save", None)
     return next(iter(copies.values())) if isinstance(copies, nn.ModuleDict) and len(copies) == 1 else module

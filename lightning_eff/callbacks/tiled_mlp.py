@@ -1,32 +1,33 @@
 """Compute the MLPs of a model in tiles of tokens, so that only one tile's wide activations exist at a time.
 
-For long sequences, an MLP's wide activations are the largest part of a block's backward pass: two products,
-an activation, their product, a gradient. Here, the forward of each MLP runs over tiles of its tokens, each
-under torch's non-reentrant checkpoint. The MLP keeps only its input, and its backward pass recomputes one
-tile at a time. Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight
-gets one gradient.
+On long sequences, an MLP's wide activations take most of the memory of a block's backward pass. The wide
+activations of a gated MLP are the outputs of two linear layers, an activation, an elementwise product and a
+gradient. With this callback, each MLP runs over tiles of its tokens, and each tile runs under torch's
+non-reentrant checkpoint. The MLP keeps only its input, and its backward pass recomputes one tile at a time.
+Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight gets one gradient.
 
-MLPs are the token-wise children of repeated blocks: a token's output depends on that token alone. A numeric
-test decides this, not a name. Attention, routed experts, batch statistics and modules with side effects are
-not tiled.
+A child of a repeated block is treated as an MLP if it is token-wise: the output for a token depends on that
+token alone. A numeric test decides whether a module is token-wise; its name does not matter. Attention,
+routed experts, and modules with batch statistics or side effects are not tiled.
 
-An MLP is tiled if its input has at least `min_tokens`, and its wide activations exceed the budget. They take
-`tokens x widest x 5 x itemsize` bytes; divided by the budget, this gives the number of tiles. Tiles always
-lower the MLP's part of the backward pass. `lightning-eff plan` predicts whether that lowers the peak of the
-step, which may be in the loss instead.
+An MLP is tiled if its input has at least `min_tokens` tokens, and its wide activations exceed the budget. The
+wide activations take `tokens x widest x 5 x itemsize` bytes, and the number of tiles is their size divided by
+the budget. Tiles always lower the memory of the MLP's backward pass. The peak of the step may lie elsewhere,
+for example in the loss; `lightning-eff plan` predicts whether tiles lower the peak.
 
-The default budget is the larger of 64 MiB and the input's size. With a smaller budget, the rest of a block
-holds more than a tile. The default also keeps the number of tiles low: at most 20 if the MLP is four times as
-wide as its input. The tiles' gradients of a weight are added in the weight's dtype, so each tile rounds once.
+The default budget is the larger of 64 MiB and the input's size. A budget below this default gains little,
+because the rest of a block then holds more than a tile. The default also limits the number of tiles, to 20 if
+the MLP is four times as wide as its input. Each tile adds its gradient of a weight in the weight's dtype, so
+the sum rounds once per tile.
 
 Saves: the wide activations of MLPs on long sequences.
-Costs: one more forward of the MLPs, at most a third of their operations. Blocks that
-    `callbacks/gradient_checkpointing` recomputes cost nothing more, unless they save something after the MLP
-    (dropout, a norm of its output): then the MLP is computed three times. Dropout inside an MLP draws per
-    tile: statistically equal, not bit for bit.
-When not: sequences are short (a message says so); the peak is the loss or the optimizer step; an MLP is not a
-    module, as in `nn.TransformerEncoderLayer`, or two modules, as in BERT. A model with only such MLPs gets a
-    `NoEffectWarning`.
+Costs: one more forward of the MLPs, which adds at most a third to their operations. A block that
+    `callbacks/gradient_checkpointing` recomputes costs nothing more. If such a block saves a tensor after the
+    MLP (for dropout, or for a norm of the MLP's output), the MLP is computed three times. Dropout inside an
+    MLP draws a mask per tile, so results are statistically equal, but not bit-identical.
+When not: sequences are short (a warning says so); the peak lies in the loss or the optimizer step; the MLP is
+    not one module (`nn.TransformerEncoderLayer` has no module for it, and BERT has two). A model with only
+    such MLPs gets a `NoEffectWarning`.
 Conflicts: `callbacks/torch_compile`; `callbacks/gradient_checkpointing` with `selective`, which keeps the
     products of all tiles; `callbacks/triton_gemm` with `fuse_mlps`, which replaces the same forward.
 Source: Arctic long sequence training, https://arxiv.org/abs/2506.13996; torch.utils.checkpoint
@@ -60,10 +61,10 @@ from lightning_eff.report.advice import Observed, Suggestion
 
 NOT_FOUND = "no token-wise MLP found in repeated blocks"
 MIN_MATRICES = 2
-"""Minimum number of an MLP's matrices; one linear layer holds nothing between its input and output."""
+"""Minimum number of weight matrices in an MLP; a single linear layer has no inner activations."""
 NUM_WIDE = 5
-"""Number of [tokens, widest] tensors in a gated MLP's backward pass: two products, an activation, their
-product, and a gradient."""
+"""Number of [tokens, widest] tensors in a gated MLP's backward pass: outputs of two linear layers, an
+activation, an elementwise product, and a gradient."""
 MIN_BUDGET_BYTES = 64 << 20
 
 
@@ -78,16 +79,16 @@ def tile_mlps(
     """Compute the MLPs of a model in tiles; for Fabric, or your own training loop.
 
     Args:
-        model: Any module; MLPs that are already tiled, or whose forward is replaced, do not change.
+        model: Any module; the function skips MLPs that are tiled already, or whose forward is replaced.
         modules: As in `TiledMLP`.
         tile_budget_mib: As in `TiledMLP`.
         min_tokens: As in `TiledMLP`.
 
     Returns:
-        The replacement of each MLP's forward, by name; its `restore` undoes it.
+        The new forward of each MLP, by the MLP's name; the method `restore` undoes a replacement.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is not
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not
             token-wise.
 
     Warns:
@@ -108,7 +109,7 @@ def tile_mlps(
 def _tile(
     model: nn.Module, modules: BlockSelector, tile_budget_mib: float | None, min_tokens: int
 ) -> tuple[dict[str, TiledForward], dict[str, str]]:
-    """Tile MLPs; return the replaced forwards, and why other children of blocks are not tiled."""
+    """Tile MLPs; return their new forwards, and the reasons that other children of blocks are not tiled."""
     budget_bytes = None if tile_budget_mib is None else max(1, int(tile_budget_mib * 2**20))
     tiled: dict[str, TiledForward] = {}
     refused: dict[str, str] = {}
@@ -130,7 +131,7 @@ def _tile(
 
 
 def _candidates(model: nn.Module, modules: BlockSelector) -> Mapping[str, nn.Module]:
-    """Return the selected modules; by default children of repeated blocks with two or more matrices."""
+    """Return the selected modules; by default, children of repeated blocks with at least two matrices."""
     if modules is not None:
         return model_surgery.select_blocks(model, modules, key="modules")
     # A child with a single matrix has no wide activation inside it.
@@ -147,16 +148,16 @@ class TiledMLP(Tiling):
 
     Args:
         modules: Class names or patterns of module names (`net.layers.*.mlp`), classes, or a predicate of name
-            and module; None finds the MLPs of repeated blocks.
-        tile_budget_mib: MiB that the wide activations of one tile may take; None takes the larger of 64 and
-            the MLP's input.
+            and module; with None, the MLPs of repeated blocks are detected.
+        tile_budget_mib: Memory for the wide activations of one tile, in MiB; with None, the larger of 64 MiB
+            and the size of the MLP's input.
         min_tokens: Inputs with fewer tokens (samples x length) are not tiled.
 
     Raises:
-        ConfigError: A value is outside its range, or `modules` selects nothing or a module that is not
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not
             token-wise.
-        ConflictError: The blocks are compiled, or another technique replaces the same forward or keeps tiled
-            activations.
+        ConflictError: The blocks are compiled, or another technique replaces the same forward or keeps the
+            activations of all tiles.
 
     Warns:
         NoEffectWarning: No MLP was found, or each MLP was computed as one tile.
@@ -190,13 +191,13 @@ class TiledMLP(Tiling):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it for MLPs of repeated blocks on long sequences."""
+        """Suggest TiledMLP for MLPs of repeated blocks on long sequences."""
         callback = TiledMLP()
         if run.recorder is None or run.num_tokens < callback.min_tokens:
             return None
         found = {name: check_token_wise(each) for name, each in _candidates(run.module, None).items()}
         widest = {name: each.widest for name, each in found.items() if not each.refusal}
-        # In float32. In 16 bits there are half as many tiles.
+        # The size in float32; in 16 bits, half as many tiles are needed.
         wide_bytes = run.num_tokens * max(widest.values(), default=0) * NUM_WIDE * 4
         num_tiles = max(1, -(-wide_bytes // MIN_BUDGET_BYTES))
         # With tiles, a recomputed MLP holds 1 / num_tiles of each of its activations at a time.
@@ -215,8 +216,8 @@ class TiledMLP(Tiling):
 
     @override
     def outcome(self) -> Outcome:
-        """Report how many MLPs were tiled, and the bytes not held."""
-        # An MLP that had one tile in every call was computed as without this callback.
+        """Report the number of tiled MLPs, and the bytes that were not held."""
+        # An MLP that had a single tile in every call was in effect not tiled.
         tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}
         tiles = max((each.max_tiles for each in tiled.values()), default=1)
         not_held = max((each.not_held_bytes for each in tiled.values()), default=0)
@@ -241,31 +242,33 @@ class TiledMLP(Tiling):
 
 
 def _left_out(refused: Mapping[str, str]) -> str:
-    """Describe which children of blocks are not tiled, and why."""
+    """List the children of blocks that are not tiled, with the reasons."""
     kinds = {name.rpartition(".")[2]: reason for name, reason in refused.items()}
     return "".join(f"; {kind} is not tiled: {reason}" for kind, reason in kinds.items())
 
 
 class TiledForward:
-    """Replaces the forward of a token-wise module, as the module's attribute `forward`.
+    """Replaces the forward of a token-wise module; stored in the module's attribute `forward`.
 
         y = cat(f(x[0:n]), f(x[n:2n]), ...)        x [*batch, T, C] as [T, C], n tokens per tile
 
     The forward pass keeps only x; the backward pass recomputes one tile at a time. Autograd adds the tiles'
-    gradients of a weight before the weight's hooks run. So DDP, FSDP2, ZeRO and an optimizer in the backward
-    pass get one gradient.
+    gradients of a weight before the weight's hooks run. So DDP, FSDP2, ZeRO and optimizers that step in the
+    backward pass get one gradient per weight.
 
     In a recomputed block, a tile could be computed three times: in the block's forward, in the block's
-    recomputation, and in its own. To avoid that, the inputs of all tiles are saved before the first tile
-    runs. A block's recomputation ends at the last tensor that the block saved. This is now the MLP's input,
-    so the recomputation runs no tile. If a block saves something after its MLP (a dropout mask, the input of
-    a norm), the tiles do run.
+    recomputation, and in the tile's own recomputation. To avoid the second computation, the inputs of all
+    tiles are saved before the first tile runs. The recomputation of a block ends at the last tensor that the
+    block saved. The last saved tensor is now the MLP's input, so the block's recomputation runs no tile. If
+    the block saves another tensor after its MLP (a dropout mask, the input of a norm), its recomputation does
+    run the tiles.
 
     Args:
         module: The module.
-        token_wise: The verdict on the module; inputs with other numbers of axes are not tiled.
-        budget_bytes: Bytes that the wide activations of one tile may take; None takes the larger of 64 MiB
-            and the input's size.
+        token_wise: Result of `check_token_wise`; inputs with other numbers of axes than `ranks` are not
+            tiled.
+        budget_bytes: Memory for the wide activations of one tile; with None, the larger of 64 MiB and the
+            size of the input.
         min_tokens: Inputs with fewer tokens are not tiled.
     """
 
@@ -286,7 +289,7 @@ class TiledForward:
         self.not_held_bytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module; without tiles if it is called with more than one tensor."""
+        """Compute the module in tiles, or without tiles if the arguments are not a single tensor."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or torch.compiler.is_compiling():
             return self._compute(*args, **kwargs)
@@ -297,23 +300,24 @@ class TiledForward:
         """Return the number of tiles for an input, and store it for the report."""
         num_tokens = math.prod(x.shape[:-1])
         device = x.device.type
-        # Under autocast, the products and what follows them have autocast's dtype.
+        # Under autocast, the results of GEMMs and of later operations have autocast's dtype.
         is_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
         itemsize = torch.get_autocast_dtype(device).itemsize if is_cast else x.itemsize
         wide_bytes = num_tokens * self._token_wise.widest * NUM_WIDE * itemsize
         budget_bytes = self.budget_bytes or max(MIN_BUDGET_BYTES, x.nbytes)
-        # The quotient rounded up, and at most one tile per token.
+        # Round the quotient up; a tile has at least one token.
         num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
         self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
         self.max_tiles = max(self.max_tiles, num_tiles)
-        # Without tiles all wide activations are held, with tiles one tile's.
+        # Without tiles, all wide activations are held at once; with tiles, only one tile's activations.
         self.not_held_bytes = max(self.not_held_bytes, wide_bytes - wide_bytes // num_tiles)
         return num_tiles
 
     def attach(self) -> None:
         """Replace the module's forward, and gather its weights once for all tiles.
 
-        Otherwise ZeRO stage 3 would gather them in every tile, but ranks may differ in the number of tiles.
+        Otherwise ZeRO stage 3 would gather the weights in every tile, and ranks with different numbers of
+        tiles would wait for each other.
         """
         self.module.forward = self
         self._gathered = GatheredAtOnce(self.module)
@@ -335,9 +339,9 @@ class TiledForward:
             outputs = [self._compute(tile) for tile in tiles]
         else:
             saved = [_save(tile) for tile in tiles]  # before any tile runs
-            # One state for all tiles: their recomputation has the flags and parameters of this call.
+            # All tiles share one state, so each recomputation has the flags and parameters of this call.
             state = CallState(self.module)
-            # These hooks hide the tiles' saved tensors from an outer checkpoint, which would recompute them.
+            # Hide the tiles' saved tensors from an outer checkpoint, which would recompute the tiles.
             with saved_tensors_hooks(lambda x: x, lambda x: x):
                 outputs = [self._checkpointed(*each, state) for each in zip(tiles, saved, strict=True)]
             state.end_forward()
@@ -346,7 +350,7 @@ class TiledForward:
     def _checkpointed(self, tile: Tensor, saved: Tensor, state: CallState) -> Tensor:
         first = [tile]  # the first run pops the tile, so that the checkpoint does not hold it
         run = functools.partial(self._run, first, state)
-        # `saved` has no elements; `checkpoint` takes the device of random numbers and autocast from it.
+        # `checkpoint` takes the device of random numbers and autocast from `saved`, which has no elements.
         early: Any = {"early_stop": self._stops_early}
         return checkpoint(run, saved, use_reentrant=False, **early)  # pyright: ignore[reportReturnType]
 
@@ -361,12 +365,12 @@ class TiledForward:
 
 
 class _Save(torch.autograd.Function):
-    """Saves a tensor in the graph of its result, a tensor without elements."""
+    """Saves a tensor for the backward pass; the result has no elements."""
 
     @staticmethod
     @override
     def forward(ctx: Any, x: Tensor, needs_grad: Tensor) -> Tensor:
-        # Through autograd, so that an outer checkpoint sees the tensor and can drop and restore it.
+        # Save through autograd, so that an outer checkpoint can drop and restore the tensor.
         ctx.save_for_backward(x)
         return x.new_empty(0)
 
@@ -377,6 +381,7 @@ class _Save(torch.autograd.Function):
 
 
 def _save(x: Tensor) -> Tensor:
-    needs_grad = torch.empty(0, requires_grad=True)  # creates a node even if x needs no gradient
+    # Gives the result an autograd node even if x needs no gradient.
+    needs_grad = torch.empty(0, requires_grad=True)
     apply: Callable[..., Tensor] = _Save.apply  # pyright: ignore[reportAssignmentType]
     return apply(x, needs_grad)

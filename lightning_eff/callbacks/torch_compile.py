@@ -1,20 +1,20 @@
 """Compile a model's repeated blocks, its loss, or its forward, in place.
 
-The compiled forward replaces the block's own on the instance, so names and checkpoint keys stay the same. All
-blocks of a class share their graphs, so the compile time does not grow with depth. When shapes change, the
-compiler makes one more graph, for any shape. The report lists graphs, recompilations, graph breaks with their
-reasons, and the compile time. At the compiler's limit of recompilations the run stops; torch would continue
-uncompiled.
+The compiled function replaces `forward` on the block's instance, so names and checkpoint keys stay the same.
+All blocks of a class share their graphs, so the compile time does not grow with depth. When shapes change,
+the compiler makes one more graph, which works for all shapes. The report lists graphs, recompilations, graph
+breaks with their reasons, and the compile time. At the compiler's limit of recompilations the run stops with
+an error, while torch itself would continue uncompiled.
 
-Why not `self.net = torch.compile(self.net)`: it puts `_orig_mod` into every key. Why not the full
-LightningModule: its steps log, and DDP calls them through its forward.
+Why not `self.net = torch.compile(self.net)`: this adds `_orig_mod` to every checkpoint key. Why not the full
+LightningModule: its steps call `self.log`, and DDP calls the steps through DDP's own forward.
 
-Saves: time: pointwise operations are fused into a few kernels.
-Costs: seconds to minutes of compiling in the first steps, for a new shape, and for validation; less if the
-    cache has the graphs from an earlier run.
-When not: runs shorter than the compile time; models with many graph breaks (the report counts them).
+Saves: time, because pointwise operations are fused into a few kernels.
+Costs: seconds to minutes of compiling in the first steps, for a new shape, and for validation. Compiling
+    takes less time if the cache has the graphs of an earlier run.
+When not: runs shorter than the compile time; models with many graph breaks, which the report counts.
 Conflicts: inductor, the default backend, needs a C++ compiler on the CPU and a C compiler on a GPU.
-    Recomputed blocks must be compiled themselves (`target=blocks`), not inside a larger part.
+    Recomputed blocks must be compiled one by one (`target=blocks`), not as parts of a larger module.
 Source: Ansel et al. 2024, https://doi.org/10.1145/3620665.3640366;
     https://docs.pytorch.org/docs/stable/torch.compiler.html
 """
@@ -59,7 +59,7 @@ from lightning_eff.report.step_time import POINTWISE
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 RECOMPILATIONS_PER_PART = 8
-"""torch's own limit, here per part instead of per code object."""
+"""Limit of recompilations per compiled part. torch has the same limit, but per code object."""
 BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")
 """Backends that choose which activations a graph keeps for its backward pass."""
 GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
@@ -69,19 +69,20 @@ GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
 def compile_in_place(
     model: nn.Module, target: str | Sequence[str] = "blocks", *, blocks: BlockSelector = None, **options: Any
 ) -> dict[str, Callable[[], None]]:
-    """Compile parts of a model; for Fabric, or your own training loop.
+    """Compile parts of a model, for Fabric or your own training loop.
 
     Args:
         model: Any module; parts that are already compiled do not change.
-        target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or several.
-        blocks: Blocks to compile; None finds the repeated ones.
+        target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or a list of
+            these.
+        blocks: Blocks to compile; None takes the repeated blocks.
         options: Options of `torch.compile`.
 
     Returns:
-        By part name, a function that undoes the compilation.
+        A dictionary from part names to functions that undo the compilation.
 
     Raises:
-        ConfigError: The model has no part of that name.
+        ConfigError: The model has no part with the name in `target`.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2)))
@@ -100,11 +101,11 @@ def compile_in_place(
                 owner, method = model.get_submodule(owner_path), part
             before = vars(owner).get(attribute)
             if not isinstance(before, CompiledCall):
-                # On the instance: the class, which other modules share, and state-dict keys do not change.
+                # Set on the instance, so that the class and the state-dict keys do not change.
                 vars(owner)[attribute] = CompiledCall(method, options)
                 undo[path] = functools.partial(vars(owner).pop, attribute)
                 if before is not None:
-                    # The instance had its own method already, for example a replaced forward.
+                    # The instance already had its own method, for example a replaced forward.
                     undo[path] = functools.partial(vars(owner).update, {attribute: before})
     return undo
 
@@ -114,14 +115,14 @@ def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, 
     if target == "blocks":
         return dict(model_surgery.select_blocks(model, blocks))
     if target == "forward":
-        # Compiling a LightningModule would compile its steps, which log: take its method `forward`.
+        # Compiling a LightningModule would compile its steps, which call `self.log`: compile only `forward`.
         return {target: model.forward if isinstance(model, pl.LightningModule) else model}
     part: Any = model
     for name in target.split("."):
         if not hasattr(part, name):
             children = [child for child, _ in part.named_children()] if isinstance(part, nn.Module) else []
             methods = {method for method in dir(type(part)) if not method.startswith("_")}
-            own = methods - set(dir(pl.LightningModule))  # without methods that every module has
+            own = methods - set(dir(pl.LightningModule))  # without the methods of every LightningModule
             similar = suggest_name(name, {"blocks", "forward", *children, *own})
             raise ConfigError(key="target", value=target, allowed=f"blocks, forward, or a part; {similar}")
         part = getattr(part, name)
@@ -135,23 +136,23 @@ class TorchCompile(Managed):
 
     Args:
         target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or a list.
-        blocks: Blocks to compile, by class names or patterns of module names; None finds the repeated ones.
+        blocks: Blocks to compile, by class names or patterns of module names; None takes the repeated blocks.
         backend: `inductor`, or another backend that torch lists; `aot_eager` and `eager` need no compiler.
         mode: `default`, `reduce-overhead`, `max-autotune`, `max-autotune-no-cudagraphs`; None is `default`.
-        dynamic: True makes graphs for any shape at once, False makes one graph per shape. None makes a graph
-            for any shape once shapes change.
-        fullgraph: Raise at a graph break instead of reporting it.
-        cache_dir: Folder in which inductor keeps compiled code for the next run. None takes torch's folder;
-            `TORCHINDUCTOR_CACHE_DIR` takes precedence.
+        dynamic: True makes graphs for all shapes in the first step, and False makes one graph per shape. With
+            None, a graph for all shapes is made when shapes change for the first time.
+        fullgraph: Raise an error at a graph break, instead of reporting the break.
+        cache_dir: Folder in which inductor keeps compiled code for the next run; None keeps torch's default.
+            The environment variable `TORCHINDUCTOR_CACHE_DIR` takes precedence.
 
     Raises:
-        ConfigError: The backend or the mode is unknown, or the model has no such part.
-        ConflictError: A part would be compiled around blocks that are recomputed.
+        ConfigError: The backend or the mode is unknown, or the model has no part with the name in `target`.
+        ConflictError: A compiled part would contain blocks that are recomputed.
         EnvironmentLacksError: `inductor` finds no compiler.
 
     Warns:
-        LittleReachedWarning: The model has no repeated blocks; `plan` says so too.
-        NoEffectWarning: A fit compiled no graph, or `cache_dir` has a space.
+        LittleReachedWarning: The model has no repeated blocks; `plan` gives this warning too.
+        NoEffectWarning: No graph was compiled in training, or the path `cache_dir` contains a space.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TorchCompile(mode="default")], logger=False, accelerator="cpu")
@@ -166,11 +167,11 @@ class TorchCompile(Managed):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it for a model with repeated blocks whose time is spent on operations that can be fused."""
+        """Suggest this technique for models with repeated blocks that spend time on pointwise operations."""
         share = run.time_share(POINTWISE)
         if share < MIN_TIME or not model_surgery.repeated_blocks(run.module):
             return None
-        # Inductor draws random numbers slower than PyTorch on a CPU: BERT took 1.5x as long (torch 2.13).
+        # On a CPU, inductor's dropout is slower than PyTorch's: BERT took 1.5x as long (torch 2.13).
         has_dropout = any(isinstance(each, nn.Dropout) and each.p for each in run.module.modules())
         if run.module.device.type == "cpu" and has_dropout:
             return None
@@ -189,7 +190,7 @@ class TorchCompile(Managed):
         fullgraph: bool = False,
         cache_dir: StrPath | None = None,
     ) -> None:
-        # An empty tuple, since by default torch leaves out the debugging backends (`eager`, `aot_eager`).
+        # Exclude no tags, since by default torch leaves out the debugging backends (`eager`, `aot_eager`).
         backends: list[str] = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
             allowed = f"a backend of torch.compile; {suggest_name(backend, backends)}"
@@ -256,12 +257,12 @@ class TorchCompile(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         for undo in compiled.values():
-            # The last callback runs first: this one before the module's own `configure_model` is restored.
+            # Cleanup callbacks run in reverse order, so this undo runs before `configure_model` is restored.
             self.cleanup.callback(undo)
         self._num_parts += len(compiled)
         # torch 2.13 counts recompilations per code object, which all blocks of a class share.
         limit = RECOMPILATIONS_PER_PART * max(1, self._num_parts)
-        # 256 is torch's default of its second limit, on the recompilations for all shapes of a code object.
+        # 256 is torch's default for the second limit, which counts all recompilations of a code object.
         most = max(256, limit)
         limits = torch_private("torch._dynamo:config", "callbacks/torch_compile").patch(
             recompile_limit=limit, accumulated_recompile_limit=most, fail_on_recompile_limit_hit=True
@@ -305,14 +306,14 @@ class TorchCompile(Managed):
 
 @dataclass
 class Compilations:
-    """Counts of compilations inside `counting`."""
+    """Counts of the compilations inside the context `counting`."""
 
     graphs: int = 0
     recompilations: int = 0  # recompiled code, for other shapes or settings
     graph_breaks: Counter[str] = field(default_factory=Counter[str])  # by reason
     cached: int = 0  # graphs found in the cache; forward and backward count as one
     not_cached: int = 0
-    elapsed_s: float = 0.0  # wall time of tracing and compiling, with backward graphs
+    elapsed_s: float = 0.0  # wall time of tracing and compiling, including backward graphs
     _began_s: float = 0.0
 
     @contextmanager
@@ -320,7 +321,7 @@ class Compilations:
         """Count compilations inside the context."""
         counters = self._counters = torch_private("torch._dynamo.utils:counters", "callbacks/torch_compile")
         callbacks = torch_private("torch._dynamo.callback:callback_handler", "callbacks/torch_compile")
-        # torch's counters are of the process: the counts of this run are differences.
+        # torch's counters cover the process, so the counts of this run are differences.
         found = Counter(counters["aot_autograd"])
         self._before = counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), found
         # These callbacks also run for backward graphs, which autograd compiles in the first backward pass.
@@ -330,7 +331,7 @@ class Compilations:
             yield
         finally:
             self._count()
-            with suppress(ValueError):  # `torch.compiler.reset()` has removed them
+            with suppress(ValueError):  # `torch.compiler.reset()` has removed the callbacks
                 callbacks.remove_start_callback(self._on_start)
                 callbacks.remove_end_callback(self._on_end)
 
@@ -361,23 +362,23 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 def cache_in(folder: Path | None) -> Generator[Path]:
     """Keep compiled graphs and kernels in a folder until the context ends; yield the folder that is used.
 
-    Inductor and Triton name files by a hash of their sources, so a file never fits another model, torch
-    version or GPU by mistake. They write by rename and lock what they build, so ranks and runs may share a
-    folder. Torch's default is in the system's temporary folder, which containers and clusters empty. Folders
-    set in the environment take precedence: a cluster's administrator knows where there is space.
+    Inductor and Triton name each file by a hash of its sources, so a file is never used for another model,
+    torch version or GPU. Inductor and Triton write by rename and use locks, so ranks and runs may share a
+    folder. By default, torch uses the system's temporary folder, which containers and clusters empty. Folders
+    set in the environment take precedence, because a cluster's administrator knows which disks have space.
 
     Args:
         folder: Folder to use, created if it is missing; None keeps torch's default.
 
     Warns:
-        NoEffectWarning: The folder's path has a space, so torch's default is used.
+        NoEffectWarning: The folder's path contains a space, so torch's default folder is used.
     """
     before = {name: os.environ.get(name) for name in (INDUCTOR, TRITON)}
     default = torch_private("torch._inductor.runtime.cache_dir_utils:default_cache_dir", "cache_dir")()
-    # Clears what this process remembers about the files in another folder.
+    # Clears the caches in memory, which still describe files of the previous folder.
     forget_files = torch_private("torch._inductor.utils:clear_caches", "cache_dir")
     named = before[INDUCTOR]
-    # torch itself sets the variable to its default when it first compiles: that is no user's choice.
+    # torch sets the variable to its default at the first compilation, which is not a choice of the user.
     is_named = bool(named) and Path(named).absolute() != Path(default)
     own = Path(named or default)
     path = own if folder is None or is_named else folder.expanduser().absolute()
@@ -405,7 +406,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
 
 
 def _largest_part(model: nn.Module) -> str:
-    """Return `forward` if the model's class defines it, or else the largest child's name, if any."""
+    """Return `forward` if the model's class defines it, else the name of the largest child, or ""."""
     defines = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), nn.Module)
     if defines is not nn.Module and not defines.__module__.startswith("lightning."):
         return "forward"

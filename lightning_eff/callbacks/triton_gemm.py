@@ -1,19 +1,20 @@
 """Compute linear layers with our tiled GEMM, and accumulate weight gradients in place.
 
-Every `nn.Linear` that is large enough and trained gets the class `TritonLinear`; parameters, names and
-checkpoints stay the same. On a CUDA GPU, the first call of a shape measures torch's library and the most
-promising configs of our kernels. Our kernels are used if they are more than 3 % faster; later runs read the
-choice from a file (kernels/dispatch.py). If GradientAccumulation or MicroBatch runs several backward passes
-per step, the GEMM adds a weight's gradient directly to `weight.grad`. So no second gradient of that size is
-allocated, whichever library computes it. Layers that gain nothing are converted back after the first batch.
+Every trained `nn.Linear` with enough features gets the class `TritonLinear`; parameters, names and
+checkpoints stay the same. On a CUDA GPU, the first call with a new shape measures torch's library and the
+most promising configs of our kernels. Our kernels are used if they are more than 3 % faster than the library;
+later runs read the choice from a file (kernels/dispatch.py). If GradientAccumulation or MicroBatch runs
+several backward passes per step, the GEMM adds a weight's gradient directly to `weight.grad`. So no second
+tensor of the gradient's size is allocated, whichever library computes the product. Layers that gain nothing
+are converted back after the first batch.
 
-Saves: a copy of each large weight gradient if a step has several backward passes; with `fuse_mlps`, half of
-    an MLP's wide activations.
-Costs: measurements in the first step of the first run on a GPU. They take about 0.1 s per shape (predicted),
-    256 MiB, memory for two more results, and seconds to compile each new kernel. A few microseconds of Python
-    per layer that uses our kernels or accumulates in place. With `fuse_mlps`, activations are computed a
-    second time in the backward pass.
-When not: one backward pass per step and no CUDA GPU; compiled blocks.
+Saves: a second copy of each large weight gradient if a step has several backward passes; with `fuse_mlps`,
+    half of an MLP's wide activations.
+Costs: measurements in the first step of the first run on a GPU. The measurements take about 0.1 s per shape
+    (predicted), plus seconds to compile each new kernel. They also need 256 MiB, and memory for two more
+    results. A layer that uses our kernels or accumulates in place costs a few microseconds of Python time.
+    With `fuse_mlps`, activations are computed a second time in the backward pass.
+When not: steps have one backward pass and there is no CUDA GPU; the blocks are compiled.
 Conflicts: `callbacks/torch_compile`, which computes the layers of compiled blocks. Subclasses of `nn.Linear`,
     and layers that are frozen when the run begins, are not converted.
 Source: learned from Megatron-LM's fused weight gradients; kernels/matmul.py
@@ -57,8 +58,8 @@ def swap(
     Args:
         model: Any module; layers that are already converted do not change.
         min_features: Layers with fewer input or output features stay `nn.Linear`.
-        blocks: Blocks of the model whose layers are converted; None converts all.
-        accumulation: While it is open, weight gradients may be added in place.
+        blocks: Blocks of the model whose layers are converted; with None, the full model.
+        accumulation: Inside this context, weight gradients may be added in place; with None, they never are.
 
     Returns:
         The converted layers by name; `unswap` converts a layer back.
@@ -78,7 +79,7 @@ def swap(
     swapped: dict[str, TritonLinear] = {}
     for prefix, block in selected.items():
         for name, each in block.named_modules(prefix=prefix):
-            # By exact type: a subclass may compute something else.
+            # Compare the exact type, because a subclass may compute something else.
             is_large = type(each) is nn.Linear and min(each.in_features, each.out_features) >= min_features
             if is_large and each.weight.requires_grad:
                 each.__class__ = TritonLinear
@@ -95,7 +96,7 @@ def unswap(layer: TritonLinear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing."""
     for name in ("backend", "accumulation"):
         layer.__dict__.pop(name, None)
-    if type(layer) is TritonLinear:  # leave later subclasses alone, such as torch's parametrizations
+    if type(layer) is TritonLinear:  # torch's parametrizations may have set a subclass later
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -104,10 +105,10 @@ class TritonGemm(Managed):
 
     Args:
         min_features: Layers with fewer input or output features are not converted.
-        blocks: Blocks to convert, by class, name (`blocks.*.mlp`) or predicate; None takes the full model.
+        blocks: Blocks to convert, by class, name (`blocks.*.mlp`) or predicate; with None, the full model.
         accumulate: Add weight gradients in place if a step has several backward passes.
-        fuse_mlps: Compute each MLP of GPT- and Llama-like blocks as one function. It keeps half as much for
-            the backward pass, where it computes the activation a second time.
+        fuse_mlps: Compute each MLP of GPT- and Llama-like blocks as one function. The function keeps half as
+            many activations, and recomputes the others in the backward pass.
 
     Raises:
         ConfigError: A value is outside its range, or `blocks` matches nothing.
@@ -148,7 +149,7 @@ class TritonGemm(Managed):
         self._step: lightning_loop.ExactStep | None = None
 
     def facts(self) -> Facts:
-        """Warn about compiled layers; let only one callback replace the forward of an MLP."""
+        """Warn about compiled layers; reject a second callback that replaces the forward of an MLP."""
         compiled = Rule(
             name="callbacks/torch_compile",
             reason="the compiler computes the linear layers of a compiled block itself",
@@ -195,7 +196,8 @@ class TritonGemm(Managed):
         self._fused |= fused
         for name, layer in list(new.items()):
             if any(layer in (mlp.layers.up, mlp.layers.down) for mlp in fused.values()):
-                # A fused MLP computes these layers itself. Its gate stays a module, so it stays converted.
+                # A fused MLP computes these layers itself. The gate is still called as a module, so the gate
+                # stays converted.
                 unswap(new.pop(name))
         self._swapped |= new
         return len(new) + len(fused)
@@ -216,7 +218,7 @@ class TritonGemm(Managed):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Set whether the step may have several backward passes, so that layers prepare to add gradients."""
-        # The last step has changed the weights, and with them their casts.
+        # The last step has changed the weights, so the cached casts are out of date.
         forget_copies()
         self._accumulation.is_expected = self._step is not None and self._step.may_have_several_passes
 
@@ -224,13 +226,13 @@ class TritonGemm(Managed):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the first batch, convert layers back that gain nothing."""
+        """After the first batch, convert back the layers that gain nothing."""
         if self._is_settled:
             return
         self._is_settled = True
         self._follow_rank_0(trainer)
         ours = self._choices.ours() if self._choices is not None else []
-        # With accumulation, every layer gains: none is converted back.
+        # With accumulation, every layer gains, so no layer is converted back.
         for layer in self._swapped.values() if self._step is None else ():
             # Choices are stored by size, not by layer.
             is_ours = any({layer.out_features, layer.in_features} <= sizes for sizes in ours)
@@ -243,14 +245,15 @@ class TritonGemm(Managed):
         self._follow_rank_0(trainer)
 
     def _follow_rank_0(self, trainer: pl.Trainer) -> None:
-        """Adopt the choices of rank 0, which alone measures; shapes without a choice use the library."""
+        """Adopt the choices of rank 0, the only rank that measures; shapes without a choice use torch."""
         if self._choices is not None and trainer.world_size > 1:
             self._choices.adopt(trainer.strategy.broadcast(self._choices.text()))
 
     def _adding(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
-        """Allow gradients to be added in one backward pass.
+        """Return a context for one backward pass, inside which gradients may be added in place.
 
-        Forbidden in the pass in which DDP reduces gradients, and if a strategy shards or scales them.
+        In-place addition is not allowed in the pass in which DDP reduces gradients, or if a strategy shards
+        or scales gradients.
         """
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):

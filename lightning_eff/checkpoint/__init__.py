@@ -1,5 +1,5 @@
-"""Checkpoint files: atomic writes, verification before use, tensors and plain values only.
+"""Checkpoint files with atomic writes, verification before use, and only tensors and plain values.
 
-`checkpoint_io/durable` and the strategies write and read through `atomic_io.AtomicFiles`. The verbs find
+`checkpoint_io/durable` and the strategies write and read through `atomic_io.AtomicFiles`. The commands find
 checkpoints with `stored_weights`.
 """

@@ -1,8 +1,8 @@
 """Checkpoint files that appear in one step, are verified before use, and hold only tensors and plain values.
 
 `AtomicFiles` writes and reads single files, and folders with one file per rank (sharded.py).
-`checkpoint_io/durable` makes it available to a Trainer. Strategies that got no CheckpointIO use it instead
-of Lightning's default, which overwrites the previous checkpoint.
+`checkpoint_io/durable` makes this class available to a Trainer. If the user passes no CheckpointIO, the
+strategies use `AtomicFiles`, because Lightning's default overwrites the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _TO_TORCH = Remedy("checkpoint_io=torch", "TorchCheckpointIO()")
 
 @dataclass
 class Statistics:
-    """Counts of one run."""
+    """Counts, bytes and seconds of the saves and loads in one run."""
 
-    num_saves: int = 0  # checkpoints that the disk has confirmed
+    num_saves: int = 0  # checkpoints that are on the disk
     saved_bytes: int = 0
     writing_s: float = 0.0  # from a save's start until the disk has confirmed it
-    waited_s: float = 0.0  # seconds of `writing_s` that blocked the run; fewer only with `asynchronous`
+    waited_s: float = 0.0  # seconds of `writing_s` that blocked the run; all without `asynchronous`
     num_verified: int = 0  # checkpoints that were loaded after their SHA-256 matched
     num_without_digest: int = 0  # checkpoints of stock Lightning that were loaded
     num_removed: int = 0
@@ -60,7 +60,7 @@ class AtomicFiles(CheckpointIO):
         asynchronous: Write in a thread, from a copy of the state at the call.
 
     Raises:
-        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has non-finite
+        CheckpointError: A checkpoint cannot be written (the previous file is unchanged), has non-finite
             weights, is damaged, or holds more than tensors and plain values.
     """
 
@@ -73,24 +73,27 @@ class AtomicFiles(CheckpointIO):
         self._cleaned: set[Path] = set()
         self._writer = BackgroundWriter()
         self._is_run_over = False
-        self._nonfinite: set[str] | None = None  # non-finite tensors of the first checkpoint: on purpose
+        self._nonfinite: set[str] | None = None  # non-finite tensors of the first checkpoint
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save, or raise and leave the previous file unchanged; with `asynchronous`, return after copying."""
+        """Save a checkpoint, or raise an error and leave the previous file unchanged.
+
+        With `asynchronous`, return when the state has been copied.
+        """
         start = time.perf_counter()
         target = _local(path, storage_options=storage_options)
         self._prepare_save(checkpoint, target)
         checkpoint = with_plain_hparams(checkpoint)
         if self.asynchronous and not self._is_run_over:
-            # A copy in memory: the run changes its tensors while the thread writes.
+            # Copy the state in memory, because the run changes its tensors while the thread writes.
             buffer = io.BytesIO()
             torch.save(checkpoint, buffer)
             state = buffer.getbuffer()
-            # Lightning may link to the file before the thread writes it. A failed write is reported by the
-            # write itself.
+            # Lightning may link to the file before the thread writes it, so the folder must exist. An error
+            # of the disk is reported by the later write.
             with contextlib.suppress(OSError):
                 make_folder(target.parent)
             self._writer.add(lambda: self._write(target, lambda file: file.write(state)))
@@ -105,9 +108,9 @@ class AtomicFiles(CheckpointIO):
         ranks: sharded.Ranks,
         storage_options: Any | None = None,
     ) -> None:
-        """Save a checkpoint with DTensors to a folder: each rank its own rows, synchronously.
+        """Save a checkpoint with DTensors to a folder; each rank writes its own rows, synchronously.
 
-        A collective of all ranks. `checkpoint` and the errors are as in `sharded.save`.
+        All ranks must call this method. `checkpoint` and the errors are as in `sharded.save`.
         """
         start = time.perf_counter()
         target = _local(path, TO_FULL_CHECKPOINTS, storage_options=storage_options)
@@ -120,16 +123,16 @@ class AtomicFiles(CheckpointIO):
     def _prepare_save(self, checkpoint: Mapping[str, Any], target: Path) -> None:
         """Wait for the previous save, check that weights are finite, and clean up the target folder.
 
-        The first save accepts non-finite weights too, as long as the optimizer's state is finite.
+        The first save accepts non-finite weights if the optimizer's state is finite.
         """
         self._writer.wait()
-        # Some models hold inf or NaN on purpose, for example in a mask. Only names that the first checkpoint
-        # did not have count as broken.
+        # Some models hold inf or NaN on purpose, for example in a mask. Only tensors that were finite in the
+        # first checkpoint count as broken.
         found = nonfinite(nested_dict(checkpoint, "state_dict"))
         if self._nonfinite is None:
             states = dict(enumerate(tree_leaves(checkpoint.get("optimizer_states")) if found else ()))
             self._nonfinite = set() if nonfinite(states) else found
-        # The previous checkpoint is the last one to resume from: saving would soon rotate it away.
+        # If broken weights were saved, Lightning would soon remove the last checkpoint to resume from.
         if broken := sorted(found - self._nonfinite):
             text = f"checkpoint {target} was not saved: {parameters_have(broken)} values that are not finite"
             kept = sorted((p.stat().st_mtime_ns, p) for p in self._own_files if p.exists())
@@ -146,7 +149,7 @@ class AtomicFiles(CheckpointIO):
         start = time.perf_counter()
         with disk_errors(target):
             written = write_with_digest(target, fill)
-        # Test once per run that what was saved can be loaded; `meta` and mmap read no values.
+        # Test once per run that the saved file can be loaded; with `meta` and mmap, no values are read.
         if not self._statistics.num_saves:
             try:
                 load_plain(target, map_location="meta", mmap=True)
@@ -175,7 +178,8 @@ class AtomicFiles(CheckpointIO):
             return sharded.materialize(sharded.lazy_checkpoint(index), map_location or "cpu")
 
         def load(file: IO[bytes]) -> Any:
-            # The SHA-256 is computed while the file is read; its error takes precedence over the reader's.
+            # The SHA-256 is computed while the file is read. An error of `verify` takes precedence over an
+            # error of the reader.
             with ThreadPoolExecutor(1) as pool:
                 verified = pool.submit(digest.verify, file)
                 try:
@@ -188,7 +192,7 @@ class AtomicFiles(CheckpointIO):
                 self._statistics.num_without_digest += 1
                 text = f"checkpoint {target} has no SHA-256 (stock Lightning writes none): its CRC-32s "
                 warnings.warn(f"{text}were compared", CheckpointWarning, stacklevel=2)
-            # The run resumes from these weights, so its first save compares with them.
+            # The run resumes from these weights, so its first save is compared with them.
             self._nonfinite = nonfinite(nested_dict(state, "state_dict"))
             return state
 
@@ -199,11 +203,11 @@ class AtomicFiles(CheckpointIO):
     ) -> dict[str, Any]:
         """Verify a folder and return its checkpoint, whose sharded tensors are read on first use.
 
-        A collective of all ranks: each verifies a fraction of the files. The number of ranks may differ from
-        the save's.
+        All ranks must call this method, and each rank verifies a fraction of the files. The number of ranks
+        may differ from the number of ranks that saved.
 
         Raises:
-            CheckpointError: A file is damaged or missing; all ranks raise it.
+            CheckpointError: A file is damaged or missing; all ranks raise the error.
         """
         target = _local(path, weights_only=weights_only)
         with ranks.all_or_none():
@@ -217,7 +221,7 @@ class AtomicFiles(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint of this plugin after pending saves; keep any other file, with a warning."""
+        """Remove a checkpoint of this plugin after pending saves; warn about other files and keep them."""
         target = _local(path)
         self._writer.add_if_successful(lambda: self._remove(target))
 
@@ -227,6 +231,7 @@ class AtomicFiles(CheckpointIO):
         try:
             reason = self._reason_to_keep(_resolve_folder(target))
             if not reason:
+                # A link is removed, but not its target.
                 is_folder = target.is_dir() and not target.is_symlink()
                 sharded.remove(target) if is_folder else target.unlink()
         except OSError as error:
@@ -238,9 +243,9 @@ class AtomicFiles(CheckpointIO):
             self._statistics.num_removed += 1
 
     def _reason_to_keep(self, path: Path) -> str:
-        """Return why a file is kept, empty if it is not: a foreign checkpoint may have named it."""
+        """Return the reason to keep a file, or an empty text if the file may be removed."""
         is_own, is_folder = path in self._own_files, sharded.is_sharded_checkpoint(path)
-        # ModelCheckpoint restores paths from the checkpoint it resumes from, which may come from elsewhere.
+        # ModelCheckpoint takes the paths of old files from the loaded checkpoint, which may be foreign.
         if path.parent not in self._own_folders and not is_own:
             return "it lies outside the folders that this run saves to"
         if path.is_symlink():
@@ -254,29 +259,29 @@ class AtomicFiles(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Wait for the last save. Lightning calls this after a run; with Fabric, call it yourself."""
+        """Wait for the last save. Lightning calls this method after a run; Fabric does not."""
         self._is_run_over = True
         self._writer.wait(end=True)
 
 
 class BackgroundWriter:
-    """Run jobs in order in one thread, which starts with the first job."""
+    """Runs jobs in order in one thread, which starts with the first job."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
     def add(self, job: Callable[[], None]) -> None:
-        """Run a job after the jobs before it."""
+        """Run a job after all jobs that were added earlier."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_writer")
             atexit.register(self._log_errors)
         self._pending.append(self._pool.submit(job))
 
     def add_if_successful(self, job: Callable[[], None]) -> None:
-        """Run a job if no pending job fails; at once if none is pending."""
-        # Lightning removes the previous checkpoint after asking for the next: if that save fails, the
-        # previous one is needed.
+        """Run a job if no pending job fails; run it immediately if no job is pending."""
+        # Lightning requests the next checkpoint and then removes the previous checkpoint. If the save fails,
+        # the previous checkpoint is still needed.
         before = list(self._pending)
         if before:
             self.add(lambda: None if any(future.exception() for future in before) else job())
@@ -284,7 +289,7 @@ class BackgroundWriter:
             job()
 
     def wait(self, *, end: bool = False) -> None:
-        """Wait for all jobs, then raise the first error, once; with `end`, end the thread too."""
+        """Wait for all jobs, then raise the first new error; with `end`, also end the thread."""
         pending, self._pending = self._pending, []
         errors = [error for future in pending if (error := future.exception()) is not None]
         if end and self._pool is not None:

@@ -1,15 +1,15 @@
-"""Replace a file or a folder in one step: after a kill, a full disk or an error the old one is unchanged.
+"""Write a file or a folder in one step, so that a kill, a full disk or an error leaves no partial content.
 
 atomic_io.py and sharded.py write all checkpoints through this module. A temporary file is written in the same
-folder, because a rename across file systems is a copy, which a kill can cut in two. Only its owner can read
-it. It is synced, renamed over the old file, and the folder is synced too.
+folder, because a rename across file systems is a copy, which a kill can interrupt. Only the owner can read
+the temporary file. The file is synced and renamed over the old file, and then the folder is synced.
 
-A process that dies in between leaves its temporary file, which the next save or start removes. The kernel
-decides whether the writer is alive: it holds a lock (`flock`) on its temporary file, which is released when
-the process ends for any reason. On file systems without such locks nothing is removed.
+A process that dies during a write leaves its temporary file, which the next save or start removes. A living
+writer holds a lock (`flock`) on its temporary file. The kernel releases the lock when the process ends for
+any reason. On file systems without such locks, no temporary file is removed.
 
-Why not a process id in the file name: it would be wrong in another container, after a restart, or once the
-number is reused.
+Why not a process id in the file name: the id would be wrong in another container, after a restart, or once
+the number is reused.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class Written:
 
 
 def write_with_digest(path: Path, fill: Callable[[Any], object]) -> Written:
-    """Replace a file with a new one and its SHA-256; `fill` writes to a file object, as `torch.save` does.
+    """Replace a file by a new file with a SHA-256; `fill` writes the content to a file object.
 
     Raises:
         CheckpointError: As in `atomic_replace`.
-        OSError: The disk failed, even if torch raised its own error for it; `path` is unchanged.
+        OSError: The disk failed, and `path` is unchanged; raised even if torch raised another error.
     """
     with atomic_replace(path) as fd:
         writer = DigestWriter(fd)
         try:
             fill(writer)
         except RuntimeError as error:
-            # torch replaces the OSError by a RuntimeError without its cause; the writer kept it.
+            # torch replaces the OSError by a RuntimeError without a cause; the writer has kept the OSError.
             if writer.error is None:
                 raise
             raise writer.error from error
@@ -69,8 +69,8 @@ def atomic_replace(path: Path) -> Generator[int]:
     """Yield the descriptor of a file that replaces `path` when the block ends, and is removed on error.
 
     Raises:
-        CheckpointError: `path` exists and is not a checkpoint; or it was replaced, but syncing its folder
-            failed.
+        CheckpointError: `path` exists and is not a checkpoint, or `path` was replaced but its folder could
+            not be synced.
         OSError: The disk failed; `path` is unchanged.
     """
     if os.path.lexists(path) and not path.is_symlink():  # a link itself is replaced, not its target
@@ -92,10 +92,10 @@ def atomic_replace(path: Path) -> Generator[int]:
         fd, temporary = _open_temporary(path.parent)
         try:
             yield fd
-            # The new file gets the old one's mode, else the default one: it was readable by its owner only.
+            # So far only the owner can read the file. Set the mode of the old file, or the default mode.
             is_file = path.is_file() and not path.is_symlink()
             os.fchmod(fd, stat.S_IMODE(path.stat().st_mode) if is_file else 0o666 & ~_umask())
-            os.fsync(fd)  # content before the rename: else a power loss could leave an empty file
+            os.fsync(fd)  # before the rename, because a power loss could leave an empty file
             # POSIX renames atomically: a reader sees the old file or the new one, never a mixture.
             temporary.replace(path)
         except BaseException:
@@ -118,7 +118,7 @@ def atomic_replace(path: Path) -> Generator[int]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Generator[Path]:
-    """Yield an empty folder; it becomes the new `folder` when the block ends, or is removed on error."""
+    """Yield an empty folder, which becomes `folder` when the block ends, and is removed on error."""
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     make_folder(folder.parent)
@@ -126,6 +126,7 @@ def atomic_folder(folder: Path) -> Generator[Path]:
     temporary.mkdir(mode=0o700)
     try:
         yield temporary
+        # So far only the owner can read the folder.
         temporary.chmod(0o777 & ~_umask())
         temporary.rename(folder)
     except BaseException:
@@ -134,7 +135,7 @@ def atomic_folder(folder: Path) -> Generator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, and sync each of them."""
+    """Create a folder and its missing parents, and sync each of these folders to the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -164,7 +165,7 @@ def remove_temporary_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def writer_lock(folder: Path) -> Generator[None]:
-    """Keep a locked temporary file in a folder until the block ends, to mark it as being written."""
+    """Keep a locked temporary file in a folder until the block ends, to show that a writer is active."""
     fd, path = _open_temporary(folder)
     try:
         yield
@@ -176,7 +177,7 @@ def writer_lock(folder: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Generator[None]:
-    """Explain a disk error in a save to `path`: its cause, the free space, leftover files, a remedy.
+    """Turn a disk error in a save to `path` into an error with the cause, the free space and a remedy.
 
     Raises:
         CheckpointError: The disk failed.

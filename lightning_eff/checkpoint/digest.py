@@ -1,14 +1,14 @@
-"""Checkpoint files that carry their own SHA-256, and their verification.
+"""Write checkpoint files that contain their own SHA-256, and verify such files.
 
 `torch.save` writes a zip archive, which may end with a comment. Here the comment is `lightning-eff sha256:`
-followed by the SHA-256 of every byte before those last 64 characters. `torch.load`, stock Lightning and
-`unzip -z` read the file as usual. Two commands verify it anywhere: `head -c -64 FILE | sha256sum` and
-`tail -c 64 FILE`. atomic_io.py and sharded.py verify files before they load them.
+and 64 characters, which are the SHA-256 of all earlier bytes. `torch.load`, stock Lightning and `unzip -z`
+read the file as usual. Two shell commands verify a file: `head -c -64 FILE | sha256sum` must print the
+characters that `tail -c 64 FILE` prints. atomic_io.py and sharded.py verify each file before they load it.
 
 Why not a separate digest file: two files cannot be replaced in one step, so a kill could leave a good
-checkpoint with another one's digest. A digest must also travel with the file when it is copied or renamed.
-Why not the archive's own CRC-32: torch does not check it on load, and it covers neither headers, sizes nor
-names.
+checkpoint with the digest of another checkpoint. A digest must also stay with its file when the file is
+copied or renamed. Why not the archive's own CRC-32: torch does not check the CRC-32 on load, and a CRC-32
+covers neither headers, sizes nor names.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ NUM_COMMENT_BYTES = len(DIGEST_PREFIX) + NUM_DIGEST_BYTES
 FIRST_BYTES = b"PK\x03\x04"
 END_RECORD = b"PK\x05\x06"
 NUM_END_BYTES = 22
-"""Length of an archive's end record without a comment; its last two bytes hold the comment's length."""
+"""Length of an archive's end record without a comment; the last two bytes are the comment's length."""
 _CHUNK_BYTES = 1 << 22
 _UNZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
 """Errors that `zipfile` raises for a damaged archive."""
 
 
 class DigestWriter:
-    """File object for `torch.save`: hash the written bytes, append the digest as the archive's comment."""
+    """File object for `torch.save` that hashes the bytes, and writes the hash as the archive's comment."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._hash = hashlib.sha256()
-        # Holds back the last NUM_END_BYTES: `finish` rewrites the end record.
+        # The last NUM_END_BYTES stay in the buffer, because `finish` rewrites the end record.
         self._buffer = bytearray()
         self.num_bytes = 0
         self.error: OSError | None = None
-        """Why the file could not be written; torch raises its own RuntimeError instead."""
+        """The error of a failed write, which torch replaces by its own RuntimeError."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Write `data` except its last bytes, which may be the archive's end record."""
-        # torch.save writes many small pieces and a few large ones: small ones are joined to one system call.
+        # torch.save writes many small pieces and a few large pieces. Small pieces share one system call.
         if len(data) < _CHUNK_BYTES:
             self._buffer += data
             if len(self._buffer) >= _CHUNK_BYTES:
@@ -82,7 +82,7 @@ class DigestWriter:
         self.num_bytes += len(data)
         rest = memoryview(data)
         try:
-            # A write may take only part of the bytes, for example at a limit of the file system.
+            # `os.write` may write fewer bytes than requested, for example at a limit of the file system.
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
@@ -93,8 +93,8 @@ class DigestWriter:
 def verify(file: IO[bytes]) -> str | None:
     """Compare a checkpoint file with its digest, and return the digest.
 
-    Another thread may read the file at the same time. A file of stock torch has no digest: its CRC-32s are
-    compared, which cover the values only, and None is returned.
+    Another thread may read the file at the same time. A file of stock torch has no digest. For such a file,
+    compare the archive's CRC-32s, which cover only the values, and return None.
 
     Raises:
         CheckpointError: The file is damaged, cut off, or not a checkpoint.
@@ -115,7 +115,7 @@ def verify(file: IO[bytes]) -> str | None:
                 f"it is damaged: its SHA-256 is {found.hexdigest()[:12]}..., expected {digest[:12]}..."
             )
         return digest
-    # Stock torch writes no comment, so a complete file ends with an end record of comment length 0.
+    # Stock torch writes no comment, so a complete file ends with an end record with comment length 0.
     if not (is_archive and tail[-NUM_END_BYTES:].startswith(END_RECORD) and tail.endswith(b"\0\0")):
         raise CheckpointError(
             "it is cut off or not a checkpoint" if is_archive or not size else "it is not a checkpoint"
@@ -134,8 +134,8 @@ def read_with(path: Path, reader: Callable[[IO[bytes]], Any]) -> Any:
     """Open a checkpoint file and return `reader(file)`; each error names the file.
 
     Raises:
-        CheckpointError: It is not a regular file, cannot be read, or `reader` rejects it.
-        FileNotFoundError: It does not exist.
+        CheckpointError: The file is not a regular file, cannot be read, or is rejected by `reader`.
+        FileNotFoundError: The file does not exist.
     """
     try:
         with open_regular(path) as file:
@@ -154,7 +154,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def has_digest(path: Path) -> bool:
-    """Return whether a file ends with a digest of this module; reads only its last bytes."""
+    """Return whether a file ends with a digest of this module, by reading only the last bytes."""
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_COMMENT_BYTES))
         return file.read().startswith(DIGEST_PREFIX)

@@ -1,14 +1,14 @@
 """Checkpoints of a sharded model, in the layout that a single device writes.
 
-Ranks that hold shards of every tensor save and load what one device without a strategy would. That is full
-weights in the dtype that is trained, and the optimizer's state by the parameter's index in its groups. So a
-checkpoint moves between strategies and any number of ranks, and techniques that read checkpoints (adapters,
-averages) need no code per strategy.
+Every rank holds shards of the tensors, but the checkpoint has the same content as on one device without a
+strategy. The content is full weights in the dtype that is trained, and the optimizer's state by the index of
+each parameter in the optimizer's groups. So a checkpoint can be loaded with another strategy or another
+number of ranks. Techniques that read checkpoints, such as adapters and averages, need no code per strategy.
 
-All ranks call these functions, since gathering a tensor is a collective. Only rank 0 keeps the result, on the
-host, one tensor after another. strategy/fsdp2.py and strategy/deepspeed_zero.py use them as their own hooks,
-and return their `ShardedState` from `sharded_state`. If that leaves tensors sharded (for a checkpoint
-folder), every rank keeps its own shard.
+All ranks call these functions, because gathering a tensor is a collective. Tensors are gathered one after
+another, and only rank 0 keeps the full tensors, on the host. strategy/fsdp2.py and strategy/deepspeed_zero.py
+use these functions as their own hooks, and implement `sharded_state`, which returns a `ShardedState`. If the
+`ShardedState` leaves tensors sharded, as for a checkpoint folder, every rank keeps its own shard.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
 
 COUNTS = ("step",)
-"""Optimizer state with one number per parameter, even if the parameter is a scalar too."""
+"""Optimizer state that is one number per parameter and is never sharded, even for a scalar parameter."""
 
 
 class IncompatibleKeys(NamedTuple):
-    """Passed by torch to hooks after loading a state dict; hooks may remove keys."""
+    """The keys that torch passes to hooks after a state dict is loaded; hooks may remove keys."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -44,7 +44,7 @@ class ShardedState(Protocol):
 
     @property
     def options(self) -> Sequence[dict[str, Any]]:
-        """Live options of each group; loading changes them in place."""
+        """Options of each group, as the optimizer reads them; loading changes the options in place."""
         ...
 
     full_tensor: Callable[[Tensor], Tensor]
@@ -54,7 +54,7 @@ class ShardedState(Protocol):
     state_of: Callable[[Tensor], dict[str, Any]]
     """Return the optimizer's state of a parameter, with unsharded tensors."""
     load_state: Callable[[Tensor, Mapping[str, Any]], None]
-    """Set the optimizer's state of a parameter from full tensors; it is empty before the first step."""
+    """Set the optimizer's state of a parameter from full tensors, or from {} if no step was taken."""
 
 
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def load_model_state_dict(
 def module_state(module: nn.Module, sharded: ShardedState, *, keep: bool) -> dict[str, Any]:
     """Return a module's unsharded state dict; tied tensors stay tied.
 
-    The module's `state_dict` defines which tensors are saved. Ranks without `keep` return names and shapes,
-    on `meta`.
+    The module's `state_dict` defines which tensors are saved. Ranks without `keep` return tensors on `meta`,
+    which have shapes but no values.
     """
     known: dict[int, Tensor] = {}  # tied tensors are gathered once
     state: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def load_module_state(
     keys = IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
     for hook in vars(module)["_load_state_dict_post_hooks"].values():  # as torch 2.13's load_state_dict does
         hook(module, keys)  # may remove keys: adapters' checkpoints lack the base model
-    # Everything is checked before the first tensor is assigned: a failed load leaves the model unchanged.
+    # Check everything before the first tensor is assigned, so that a failed load leaves the model unchanged.
     problems = [f"missing {name[:200]!a}" for name in keys.missing_keys] if strict else []
     problems += [f"unexpected {name[:200]!a}" for name in keys.unexpected_keys] if strict else []
     common = [name for name in own if name in state]
@@ -140,10 +140,10 @@ def optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Set each optimizer's state and its groups' options from torch's layout.
+    """Load the state of each optimizer, and the options of its groups, from torch's layout.
 
     Raises:
-        CheckpointError: The numbers of parameters per group differ.
+        CheckpointError: The saved groups have other numbers of parameters.
     """
     for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
         load_optimizer(self.sharded_state(optimizer), saved)
@@ -151,10 +151,10 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def load_optimizer(sharded: ShardedState, saved: Mapping[str, Any]) -> None:
-    """Set an optimizer's state and its groups' options from torch's layout.
+    """Load an optimizer's state, and the options of its groups, from torch's layout.
 
     Raises:
-        CheckpointError: The numbers of parameters per group differ.
+        CheckpointError: The saved groups have other numbers of parameters.
     """
     saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     sizes = [len(group) for group in sharded.groups]
@@ -165,7 +165,7 @@ def load_optimizer(sharded: ShardedState, saved: Mapping[str, Any]) -> None:
     for group, option, saved_group in zip(
         sharded.groups, sharded.options, saved["param_groups"], strict=True
     ):
-        # In place: schedules and the optimizer hold these dictionaries.
+        # Update in place, because schedules and the optimizer hold these dictionaries.
         option.update({key: value for key, value in saved_group.items() if key != "params"})
         for parameter, index in zip(group, saved_group["params"], strict=True):
             if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Load tensors and plain values from a `torch.save` file, never code; make hyperparameters plain for it."""
+"""Load only tensors and plain values from a `torch.save` file; convert hyperparameters to plain values."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ UNREADABLE = (RuntimeError, UnpicklingError, EOFError, ValueError, LookupError, 
 
 
 def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """Load a file's tensors and plain values; verify its digest too, since torch accepts most flipped bits.
+    """Load a file's tensors and plain values.
+
+    The caller must verify the file's digest, because torch accepts most files with a flipped bit.
 
     Args:
-        file: Open, or a path.
+        file: An open file, or a path.
         map_location: Device of the tensors.
-        mmap: Map the file, so that only the tensors in use are read; `file` must be a path.
+        mmap: Map the file into memory, so that only the tensors in use are read; `file` must be a path.
 
     Raises:
-        CheckpointError: It holds other objects, or torch cannot read it.
+        CheckpointError: The file holds other objects, or torch cannot read the file.
     """
     try:
         return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
@@ -51,7 +53,7 @@ def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool 
 
 
 HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
-"""Lightning's keys for hyperparameters in a checkpoint, and for their class if OmegaConf's."""
+"""Lightning's checkpoint keys for hyperparameters, and for the class of hyperparameters from OmegaConf."""
 TORCH = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
 BASIC: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex, str, bytes)
 CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
@@ -70,7 +72,7 @@ def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     dataclasses become dictionaries. Other objects and secrets are dropped.
 
     Warns:
-        CheckpointWarning: Names the dropped entries.
+        CheckpointWarning: Entries were dropped; the warning names these entries.
     """
     result, left_out = dict(checkpoint), list[str]()
     for key, class_key in HPARAMS.items():
@@ -86,12 +88,12 @@ def with_plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str, left_out: list[str]) -> Any:
-    """Return a value in plain types; mapping entries without a plain form are listed in `left_out`.
+    """Return a value in plain types; drop entries without a plain form, and add their names to `left_out`.
 
     Raises:
         TypeError: The value itself has no plain form, or is a secret.
     """
-    # Conversions may follow each other: an enum's value may be a path.
+    # A value may need several conversions, since an enum's value may be a path.
     for kinds, convert in CONVERSIONS:
         if isinstance(value, kinds):
             value = convert(value)

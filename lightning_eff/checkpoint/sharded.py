@@ -1,29 +1,30 @@
-"""Checkpoints in a folder: one file of rows per rank, and an index that joins them.
+"""Checkpoints in a folder, with one file of rows per rank and an index that joins these files.
 
     step-10.ckpt/
-        index.ckpt                              all that is not sharded, and the shards' SHA-256
+        index.ckpt                              everything that is not sharded, and the shards' SHA-256
         part-0123456789abcdef-0-of-2.ckpt       rows of rank 0, by each tensor's path in the checkpoint
-        part-0123456789abcdef-1-of-2.ckpt       the rows that follow them
+        part-0123456789abcdef-1-of-2.ckpt       rows of rank 1, which follow those of rank 0
 
-atomic_io.py calls `save` and `verified_index` for strategies that shard. In the index each sharded tensor is
-an outline: a `meta` tensor, with shape and dtype only. Its rows are the rows of all shards, in rank order,
-stored under the path of its first appearance. A rank saves its rows without gathering them. On loading, each
-outline becomes a `LazyShardedTensor`, which reads only the requested rows.
+atomic_io.py calls `save` and `verified_index` for strategies that shard parameters. In the index, an outline
+replaces each sharded tensor. An outline is a `meta` tensor, which has a shape and a dtype but no values. The
+rows of a sharded tensor are the rows of all shards, in rank order. Each shard stores a tensor's rows under
+the path where the tensor first appears in the checkpoint. A rank saves its rows without a gather. On loading,
+each outline becomes a `LazyShardedTensor`, which reads only the requested rows.
 
-Every file is written by `torch.save`, carries its own SHA-256 (digest.py), appears in one step
+Every file is written by `torch.save`, contains its own SHA-256 (digest.py), appears in one step
 (atomic_write.py), and holds only tensors and plain values. A save writes shards under new names, replaces the
 index, then removes the shards that the new index does not name. So at any moment the index names the complete
 shards of one save, and an interrupted save leaves the previous checkpoint intact. The next save or start
 removes files that no index names, unless a writer still holds the folder's lock. A folder without an index is
 not a checkpoint.
 
-The index holds no file names, because text from a checkpoint must never become a path. Names are derived from
-a token of 16 hexadecimal digits and the number of shards.
+The index holds no file names, because text from a checkpoint must never become a path. File names are derived
+from a token of 16 hexadecimal digits and the number of shards.
 
 Why not torch.distributed.checkpoint: the metadata of its FileSystemWriter is a pickle, which runs code on
-load. Its HuggingFaceStorageWriter holds tensors only. Neither has digests or replaces a checkpoint in one
-step. Why not safetensors: a file is written from a full copy in memory, or read again for its digest, and
-torch maps files as lazily. Plain values of loops and optimizers would need this index anyway.
+load. torch's HuggingFaceStorageWriter stores only tensors. Neither writer has digests, and neither replaces a
+checkpoint in one step. Why not safetensors: a file with a digest must be written from a full copy in memory,
+or be read again. torch maps its own files just as lazily, and plain values need this index anyway.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _NEED_NO_VALUES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "nbytes", "layout")),
     *(Tensor.size, Tensor.numel, Tensor.dim, Tensor.__len__, Tensor.is_floating_point),
 }
-"""Functions of a lazy tensor that its outline answers."""
+"""Functions of a lazy tensor that need only the outline, and read no rows."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,17 @@ class Index:
     """Content of an index file."""
 
     folder: Path
-    token: str  # of the save
+    token: str  # random, new in each save
     digests: tuple[str, ...]  # SHA-256 of each shard, by rank
     checkpoint: dict[str, Any]  # with outlines in place of sharded tensors
 
 
 class LazyShardedTensor(Tensor):
-    """A tensor whose rows are read when needed; any use except `rows` loads the full tensor.
+    """A tensor whose rows are read when needed; every computation with it loads the full tensor.
 
-    So hooks that read a checkpoint need no special case, and a full model is in memory only if something uses
-    all of it. Why not outlines and a table of rows: a hook that computes with a value would get no values,
-    and a hook that renames tensors would lose them.
+    So hooks that read a checkpoint need no special case, and the full model is in memory only if all tensors
+    are used. Why not outlines and a table of rows: a hook that computes with a tensor would get no values,
+    and a hook that renames tensors would separate a tensor from its rows.
     """
 
     outline: Tensor
@@ -101,8 +102,8 @@ class LazyShardedTensor(Tensor):
         return self.shards[0]
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Return rows `first` to `end`, reading no others; a view if they lie in one shard."""
-        # Starts with an empty tensor, so that no rows still have a shape and a dtype.
+        """Read and return only the rows `first` to `end`; return a view if one shard holds all these rows."""
+        # `found` starts with an empty tensor, so that an empty result also has a shape and a dtype.
         found, start = [self.shards[0][:0]], 0
         for shard in self.shards:
             part = shard[max(first - start, 0) : max(end - start, 0)]
@@ -124,7 +125,7 @@ class LazyShardedTensor(Tensor):
 
 
 def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
-    """Return a lazy tensor with an outline's shape and dtype, whose rows are the shards' in order.
+    """Return a lazy tensor with an outline's shape and dtype, and with the shards' rows in order.
 
     Raises:
         CheckpointError: The shards, which may be any objects, are not the rows of that tensor.
@@ -135,7 +136,7 @@ def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
         (torch.Size([3, 1]), [[0.0], [1.0]], [[0.0], [0.0], [2.0]])
     """
     num_rows = 0
-    # A shard's content comes from a file and may be anything, so nothing about it is assumed.
+    # A shard's content comes from a file and may be any object, so check its type and layout.
     for rows in shards:
         layout = (rows.dtype, rows.shape[1:]) if isinstance(rows, Tensor) and rows.ndim else None
         if layout != (outline.dtype, outline.shape[1:]):
@@ -152,15 +153,15 @@ def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
 def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
     """Return a copy of nested containers with each tensor replaced by `change(path, tensor)`.
 
-    The path is a subscript. A tensor under several names is changed once, with its first path, so tied
-    tensors stay tied.
+    `path` has the form of subscripts, as in the example. A tensor with several names is changed once, with
+    the first path, so tied tensors stay tied.
 
     Example:
         >>> map_tensors({"a": [torch.ones(1), 2]}, lambda path, _: path)
         {'a': ["['a'][0]", 2]}
     """
     leaves, structure = tree_flatten_with_path(value)
-    # By identity: two names of one tensor must stay one tensor.
+    # Results by the id of each tensor, because two names of one tensor must stay one tensor.
     changed: dict[int, Any] = {}
     for path, leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in changed:
@@ -169,7 +170,7 @@ def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
 
 
 def materialize(value: Any, device: Any = "cpu") -> Any:
-    """Return nested containers with lazy tensors replaced by full ones on `device`."""
+    """Return nested containers with lazy tensors replaced by full tensors on `device`."""
     return map_tensors(
         value, lambda _, each: each.full_tensor().to(device) if isinstance(each, LazyShardedTensor) else each
     )
@@ -189,7 +190,7 @@ def read_index(path: Path) -> Index:
     """Verify and return a folder's index, without reading shards.
 
     Raises:
-        CheckpointError: It is damaged, or has another format.
+        CheckpointError: The index is damaged, or has another format.
         FileNotFoundError: The folder does not exist.
     """
     if not is_sharded_checkpoint(path):
@@ -204,13 +205,13 @@ def read_index(path: Path) -> Index:
 
     loaded = read_with(path / INDEX, content)
     loaded = loaded if isinstance(loaded, dict) else {}
-    # A file may hold anything. The token becomes part of file names, and a path in it could leave the folder.
+    # A file may hold any objects. The token becomes part of file names, so it must not contain a path.
     types = {"format": str, "version": int, "token": str, "digests": list, "checkpoint": dict}
     if (
         any(type(loaded.get(key)) is not kind for key, kind in types.items())
         or (loaded["format"], loaded["version"]) != (FORMAT, VERSION)
         or not _TOKEN.fullmatch(loaded["token"])
-        or {*map(type, loaded["digests"])} != {str}  # also if the list is empty
+        or {*map(type, loaded["digests"])} != {str}  # also true for an empty list
     ):
         text = f"checkpoint {path / INDEX} is not loaded: it is not an index of version {VERSION}"
         raise CheckpointError(text)
@@ -218,10 +219,10 @@ def read_index(path: Path) -> Index:
 
 
 def verified_index(path: Path, rank: int = 0, num_ranks: int = 1) -> Index:
-    """Verify a folder's index and every `num_ranks`-th shard, starting at `rank` (by default all).
+    """Verify a folder's index and this rank's fraction of the shards; by default, verify all shards.
 
     Raises:
-        CheckpointError: A file is missing, damaged, or from another save; the text names it.
+        CheckpointError: A file is missing, damaged, or from another save; the error names the file.
         FileNotFoundError: The folder does not exist.
     """
     index = read_index(path)
@@ -266,12 +267,12 @@ def lazy_checkpoint(index: Index) -> dict[str, Any]:
 
 
 class Ranks:
-    """The ranks of the default process group; a single rank if there is none.
+    """The ranks of the default process group; a single rank without a process group.
 
     Messages are JSON, as bytes in a tensor; nothing is unpickled.
 
     Args:
-        device: Of the process group's backend.
+        device: Device of the process group's backend.
 
     Example:
         >>> with Ranks(torch.device("cpu")).all_or_none() as step:
@@ -288,20 +289,20 @@ class Ranks:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Generator[Any]:
-        """Run a step that fails on all ranks if it fails on one; its end is a collective of all ranks.
+        """Run a step that fails on all ranks if it fails on one rank; all ranks must reach the end.
 
         The yielded object has two attributes. `local` is a dictionary of plain JSON values that this rank
         sends at the end of the step. `gathered` is the list of all ranks' values, by rank, once the step is
         over.
 
         Raises:
-            CheckpointError: Another rank failed; the text names the first one and its error.
+            CheckpointError: Another rank failed; the error names the first such rank and its error.
         """
         step = SimpleNamespace(local={}, gathered=[])
         try:
             yield step
         except BaseException as error:
-            # The other ranks wait in their all-gather: send them the error.
+            # The other ranks wait in their all-gather, so send the error to them.
             self._all_gather({"failed": str(error) or repr(error)})
             raise
         step.gathered = self._all_gather(step.local)
@@ -310,21 +311,23 @@ class Ranks:
                 raise CheckpointError(f"rank {rank}: {message['failed']}")
 
     def _all_gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange one message per rank; a collective of all ranks."""
+        """Exchange one message per rank; all ranks must call this method."""
         if self.size == 1:
             return [message]
-        # Messages differ in length: torchmetrics' gather pads them and cuts them again.
+        # Messages differ in length, so use torchmetrics' gather, which pads messages and cuts the padding.
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self._device)
         return [json.loads(bytes(row.tolist())) for row in gather_all_tensors(data)]
 
 
 @torch.no_grad()
 def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
-    """Save a checkpoint with DTensors to a folder, or keep the previous one; a collective of all ranks.
+    """Save a checkpoint with DTensors to a folder; all ranks must call this function.
+
+    If a rank fails, the previous checkpoint stays in the folder.
 
     Args:
         checkpoint: The checkpoint of this rank; entries that are not sharded are saved from rank 0.
-        path: The folder; rank 0's is used.
+        path: The folder; all ranks use the path of rank 0.
         ranks: Makes each step fail on all ranks or on none.
 
     Returns:
@@ -339,8 +342,7 @@ def save(checkpoint: Mapping[str, Any], path: Path, ranks: Ranks) -> int:
             if ranks.rank == 0:
                 step.local = {"path": str(path), "token": saving.enter_context(new_save(path))}
         path, token = Path(step.gathered[0]["path"]), step.gathered[0]["token"]
-        # Tensors that are sharded in another way than by rows are gathered here, by all ranks in the same
-        # order.
+        # Tensors that are not sharded by rows are gathered here, by all ranks in the same order.
         rest, rows = split_shards(checkpoint, _own_rows)
         # 2. Each rank writes its shard.
         with ranks.all_or_none() as step, disk_errors(path):
@@ -375,7 +377,7 @@ def split_shards(
 
 
 def _own_rows(tensor: Tensor) -> Tensor | None:
-    """Return this rank's rows of a tensor that is sharded by rows."""
+    """Return this rank's rows of a tensor that is sharded by rows; return None for other tensors."""
     if not isinstance(tensor, DTensor) or local_rows(tensor) is None:
         return None
     rows = tensor.to_local()
@@ -387,11 +389,12 @@ def _own_rows(tensor: Tensor) -> Tensor | None:
 def new_save(path: Path) -> Generator[str]:
     """Create the folder to save to, and yield the save's token; one process does this for all ranks.
 
-    Until the block ends, no clean-up removes shards in the folder. Then shards that the index does not name
-    are removed: the previous save's, or this one's if it failed. A link itself is replaced, not its target.
+    Until the block ends, no clean-up removes shards in the folder. At the end, shards that the index does not
+    name are removed, which are the previous shards, or the new shards of a failed save. If `path` is a link,
+    the link is replaced, not its target.
 
     Raises:
-        CheckpointError: A file or a folder with other content exists; it is left untouched.
+        CheckpointError: `path` is a file, or a folder with other content; its content stays unchanged.
         OSError: The disk failed.
     """
     if path.is_symlink():
@@ -400,7 +403,7 @@ def new_save(path: Path) -> Generator[str]:
         raise CheckpointError(f"checkpoint {path} was not saved: a file of that name exists")
     if path.is_dir() and not is_sharded_checkpoint(path):
         names = [file.name for file in path.iterdir()]
-        # Only what a failed save leaves is replaced; a folder with anything else belongs to the user.
+        # Only files of a failed save are replaced. A folder with other files belongs to the user.
         others = [n for n in names if not (n == INDEX or SHARD_FILE.fullmatch(n) or TEMPORARY.fullmatch(n))]
         if others:
             raise CheckpointError(
@@ -416,13 +419,13 @@ def new_save(path: Path) -> Generator[str]:
 
 
 def write_shard(path: Path, token: str, rank: int, num_ranks: int, rows: Mapping[str, Tensor]) -> Written:
-    """Write the rows of a rank, by the path of each tensor in the checkpoint."""
+    """Write the shard of a rank; `rows` are the rank's rows, by the path of each tensor in the checkpoint."""
     file = shard_path(path, token, rank, num_ranks)
     return write_with_digest(file, lambda file: torch.save(dict(rows), file))
 
 
 def write_index(path: Path, token: str, digests: list[str], checkpoint: Mapping[str, Any]) -> Written:
-    """Turn the shards of a save into the checkpoint, in one step; `digests` lists theirs by rank.
+    """Write the index, which turns the shards of a save into the checkpoint; `digests` are in rank order.
 
     Raises:
         CheckpointError: A shard is missing, for example on a disk that ranks do not share.
@@ -440,19 +443,19 @@ def write_index(path: Path, token: str, digests: list[str], checkpoint: Mapping[
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, index first, so that a kill leaves no partial checkpoint; other files stay."""
+    """Remove a checkpoint, first its index, so that a kill leaves no partial checkpoint; keep other files."""
     (path / INDEX).unlink()
     for file in _shards_in(path):
-        file.unlink(missing_ok=True)  # another rank may be cleaning up
+        file.unlink(missing_ok=True)  # another rank may remove files at the same time
     remove_temporary_files(path)
-    with contextlib.suppress(OSError):  # other files are left in it
+    with contextlib.suppress(OSError):  # the folder still holds other files
         path.rmdir()
 
 
 def clean_up(path: Path) -> list[Path]:
-    """Remove files that no index names from a folder without a writer, then the folder if it is empty."""
-    # In this order: a save that began before the listing still holds its lock, or its index is in place by
-    # now.
+    """Remove the files that no index names, if the folder has no writer; then remove an empty folder."""
+    # List the shards first, then look for locks. A save that began before the listing then still holds its
+    # lock, or has already replaced the index.
     shards = _shards_in(path)
     removed = remove_temporary_files(path)
     if any(TEMPORARY.fullmatch(file.name) for file in path.iterdir()):
@@ -462,9 +465,9 @@ def clean_up(path: Path) -> list[Path]:
         try:
             token = read_index(path).token
         except (CheckpointError, OSError):
-            return removed  # a damaged index: the user decides about the shards that it names
+            return removed  # keep all shards of a damaged index: the user decides about them
     for file in shards:
-        # Without a digest the file was not written by this package, whatever its name.
+        # A file without a digest was not written by this package, whatever its name is.
         if f"-{token}-" not in file.name and has_digest(file):
             file.unlink(missing_ok=True)
             removed.append(file)

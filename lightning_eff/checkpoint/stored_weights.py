@@ -1,8 +1,9 @@
-"""Read weights from files, and find the newest intact checkpoint; files are verified before they are read.
+"""Read weights from verified files, and find the newest intact checkpoint.
 
-Adapters, the verbs and `config/ckpt_path.py` use it. A checkpoint's SHA-256 is compared, then the file is
-mapped into memory, so that unused optimizer state is never read. The same holds for the shards of a folder.
-Only tensors and plain values are loaded. A `.safetensors` file holds only tensors.
+Adapters, the commands and `config/ckpt_path.py` use this module. After a checkpoint's SHA-256 is verified,
+the file is mapped into memory, so that unused optimizer state takes no memory. The shards of a checkpoint
+folder are verified and mapped in the same way. Only tensors and plain values are loaded. A `.safetensors`
+file holds only tensors.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ log = logging.getLogger(__name__)
 
 
 def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) -> Path | None:
-    """Return the newest intact checkpoint in a folder of runs, and log a warning for each damaged one.
+    """Return the newest intact checkpoint in a folder of runs; log a warning for each damaged checkpoint.
 
-    The newest has the greatest step of the last run. Both are read from names and contents, not from file
-    times. `is_wanted`, if given, is called before a file is read; paths for which it returns False are
-    skipped.
+    The newest checkpoint has the greatest step of the last run. The run's start and the step are read from
+    names and contents, not from file times. `is_wanted` is called before a file is read, and paths for which
+    `is_wanted` returns False are skipped.
     """
-    # Drop dangling links, and links to a checkpoint that is found under its own name.
+    # Drop dangling links.
     found = [path for path in runs.glob("**/checkpoints/*.ckpt") if path.exists()]
-    # Links come first, so that the name of the file itself replaces them.
+    # Links come first, so that a checkpoint's own name replaces a link to the same file.
     by_file = {path.resolve(): path for path in sorted(found, key=Path.is_symlink, reverse=True)}
     by_run = sorted(by_file.values(), key=lambda path: (began(path.parent.parent), path.parent), reverse=True)
     in_runs = (run for _, run in itertools.groupby(by_run, key=lambda path: path.parent))
@@ -46,16 +47,16 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
         except CheckpointError as error:
             log.warning("skipped: %s", error)
         except FileNotFoundError:
-            continue  # its own run has removed it in the meantime
+            continue  # the run that wrote the file has removed it in the meantime
         else:
             return path
     return None
 
 
 def _step(path: Path) -> tuple[float, float]:
-    """Return a checkpoint's `global_step`, and its file's time, for ties and files without a step.
+    """Return a checkpoint's `global_step`, and the file's time, to order files with equal or missing steps.
 
-    A file that cannot be read sorts first, so that it is verified and reported.
+    A file that cannot be read sorts first, so that `newest_valid` verifies and reports the file.
     """
     try:
         content, is_folder = outline(path), path.is_dir()
@@ -70,8 +71,8 @@ def outline(path: Path) -> Any:
     """Return a checkpoint's content without tensor values; in a folder, only the index is verified.
 
     Raises:
-        CheckpointError: It cannot be read.
-        FileNotFoundError: It does not exist.
+        CheckpointError: The checkpoint cannot be read.
+        FileNotFoundError: The checkpoint does not exist.
     """
     if path.is_dir():
         return sharded.read_index(path).checkpoint
@@ -79,11 +80,11 @@ def outline(path: Path) -> Any:
 
 
 def checkpoint(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint, mapped from its file or the files in its folder.
+    """Return the content of a checkpoint, mapped into memory from a file, or from the files in a folder.
 
     Raises:
-        CheckpointError: It is damaged, or holds more than tensors and plain values.
-        FileNotFoundError: It does not exist.
+        CheckpointError: The checkpoint is damaged, or holds more than tensors and plain values.
+        FileNotFoundError: The checkpoint does not exist.
     """
     if path.is_dir():
         lazy = sharded.lazy_checkpoint(sharded.verified_index(path))
@@ -96,7 +97,7 @@ def checkpoint(path: Path) -> dict[str, Any]:
 
 
 def weights(path: Path) -> Mapping[str, Any]:
-    """Return the weights in a checkpoint or a `.safetensors` file; raises like `checkpoint`."""
+    """Return the weights in a checkpoint or a `.safetensors` file; errors are as in `checkpoint`."""
     if path.suffix != ".safetensors":
         state = checkpoint(path).get("state_dict")
         return state if isinstance(state, dict) else {}
@@ -109,15 +110,15 @@ def weights(path: Path) -> Mapping[str, Any]:
 def load_base(model: nn.Module, path: Path, *, key: str) -> int:
     """Load the weights of a model that has no adapters yet; return the number of tensors.
 
-    `path` is a checkpoint, or a folder of runs, which stands for its newest intact one. `key` is the setting
-    that names it.
+    `path` is a checkpoint, or a folder of runs, whose newest intact checkpoint is loaded. `key` is the
+    setting that holds `path`.
 
     Raises:
         ConfigError: The file is missing, damaged, or of another model; nothing has been assigned.
     """
     path = path.expanduser()
     check_path(key, path)
-    # A folder may be a checkpoint itself. A path without a suffix that does not exist yet stands for runs.
+    # A folder may itself be a checkpoint. A missing path without a suffix is treated as a folder of runs.
     is_runs = path.is_dir() and not sharded.is_sharded_checkpoint(path)
     file = newest_valid(path) if is_runs or not (path.suffix or path.exists()) else path
     if file is None:

@@ -1,1 +1,1 @@
-"""Techniques for `Trainer(plugins=[...])`, one per run: how checkpoints are written and read."""
+"""Techniques for `Trainer(plugins=[...])` that write and read checkpoints; a run uses one of them."""

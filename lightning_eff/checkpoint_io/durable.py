@@ -1,28 +1,31 @@
-"""Write checkpoints that survive a kill or a full disk, verify them before use, never execute their content.
+"""Write checkpoints that survive a kill or a full disk, and verify checkpoints before use.
 
-Lightning writes a checkpoint to the folder for temporary files and moves it over the old one. If that folder
-is on another disk, the move is a copy: a kill or a full disk in its middle destroys the old checkpoint. Here
-a file is written in the same folder, synced and renamed (checkpoint/atomic_write.py). It carries its own
-SHA-256 (checkpoint/digest.py), which is compared before any tensor is assigned: torch accepts most files with
-a flipped bit. Only tensors and plain values are unpickled. A checkpoint also names older files, which
-Lightning removes later. Here a file is removed only if this plugin wrote it, in a folder that this run saves
-to, so a foreign checkpoint cannot choose what is deleted.
+Lightning writes a new checkpoint to the folder for temporary files, and then moves the file over the old
+checkpoint. If that folder is on another disk, the move is a copy, and a kill or a full disk during the copy
+destroys the old checkpoint. This plugin writes the file in the same folder, syncs the file, and renames it
+(checkpoint/atomic_write.py). The file contains its own SHA-256 (checkpoint/digest.py), which is verified
+before any tensor is assigned, because torch accepts most files with a flipped bit. Only tensors and plain
+values are unpickled, so no code in a checkpoint runs. A checkpoint also names older files, which Lightning
+removes later. This plugin removes a file only if the plugin wrote it, in a folder that this run saves to. So
+a foreign checkpoint cannot choose which files are deleted.
 
-Non-finite weights are not saved: the error ends the run, and the last finite checkpoint stays.
+A checkpoint with non-finite weights is not saved. Such a save ends the run with an error, and the last finite
+checkpoint stays.
 
-With `asynchronous`, the state is serialized into memory at the call, and a thread writes it, one save at a
-time. A removal waits for the save before it and is skipped if that save failed. An error is raised at the
-next save, load or end of the run.
+With `asynchronous`, the state is serialized into memory at the call, and a thread writes the bytes, one save
+at a time. A removal waits for the save that came before, and is skipped if that save failed. An error in the
+thread is raised at the next save, at the next load, or at the end of the run.
 
-Saves: the checkpoint: after a kill or on a full disk it is complete or absent.
-Costs: SHA-256 at each save and load (0.25 to 2 GB/s), and waiting for the disk. `asynchronous` takes both off
-    the run at a save, for host memory of the checkpoint's size.
-When not: checkpoints on object stores (`s3://`): `checkpoint_io=torch`.
-Conflicts: FSDP2's checkpoint folders are written synchronously by its ranks, even with `asynchronous`. They
-    are verified, loaded and removed here like files. Folders of other formats are not touched. Paths with a
-    protocol (`s3://`) are rejected. POSIX systems only. `AsyncCheckpointIO` around it works, but removes the
-    old checkpoint before the new one is written. Use `asynchronous` instead, with file names that differ by
-    step or epoch, since Lightning looks for a free name before the last file is written.
+Saves: the checkpoint, which after a kill or on a full disk is either complete or absent.
+Costs: computing the SHA-256 at each save and load (0.25 to 2 GB/s), and waiting for the disk at each save.
+    With `asynchronous`, a thread hashes and writes, and a save needs host memory of the checkpoint's size.
+When not: checkpoints on object stores (`s3://`), which need `checkpoint_io=torch`.
+Conflicts: FSDP2's ranks write checkpoint folders synchronously, even with `asynchronous`. This plugin
+    verifies, loads and removes FSDP2's folders like files. Folders of other formats are not touched. Paths
+    with a protocol (`s3://`) are rejected. The plugin needs a POSIX system. `AsyncCheckpointIO` around this
+    plugin works, but removes the old checkpoint before the new checkpoint is written. Use `asynchronous`
+    instead, with file names that contain the step or the epoch, because Lightning looks for a free name
+    before the last file is written.
 Source: rename(2), fsync(2), flock(2); https://lwn.net/Articles/457667/; the comment of a zip archive,
     APPNOTE.TXT 4.3.16.
 """
@@ -39,20 +42,20 @@ from lightning_eff.core.text import human_bytes
 
 
 class Durable(AtomicFiles):
-    """Atomic, verified checkpoints; `Trainer(plugins=[Durable()])`, also under Fabric.
+    """Atomic, verified checkpoints, for `Trainer(plugins=[Durable()])` and for Fabric.
 
     Args:
         asynchronous: Write in a thread, from a copy of the state at the call. A save after the end of a run
-            is synchronous, since nothing would wait for it.
+            is synchronous, because no later call would wait for the thread.
 
     Raises:
-        CheckpointError: A checkpoint cannot be written (the previous one is unchanged), has non-finite
+        CheckpointError: A checkpoint cannot be written (the previous file is unchanged), has non-finite
             weights, is damaged, or holds more than tensors and plain values.
         ConfigError: A flag is neither True nor False.
 
     Warns:
         CheckpointWarning: A checkpoint without a digest was loaded, a file that this plugin did not write was
-            not removed, hyperparameters are left out, or the first checkpoint holds other objects.
+            not removed, hyperparameters were left out, or the first checkpoint cannot be loaded again.
 
     Example:
         >>> import pathlib, tempfile, torch

@@ -1,4 +1,4 @@
-"""Find and check the checkpoint that a run resumes from or evaluates, or that its adapter starts from."""
+"""Find and check the checkpoint that a run resumes or evaluates, and the base checkpoint of an adapter."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MONITOR = "monitors.model_checkpoint.monitor"
 
 
 class FinishedRunError(ConfigError):
-    """The checkpoint is at or after the run's end: nothing is left to train."""
+    """The checkpoint is at or after the run's last step or epoch, so no step is left to train."""
 
 
 def task_folder(values: Mapping[str, Any], recipe: str) -> Path:
-    """Return the folder for runs with a config's `task_name`, by default the recipe's name.
+    """Return the folder of all runs with a config's `task_name`; the default name is the recipe's name.
 
     Example:
         >>> task_folder({"output_root": "outputs", "task_name": "dev"}, "lm").as_posix()
@@ -43,13 +43,13 @@ def task_folder(values: Mapping[str, Any], recipe: str) -> Path:
 
 
 def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
-    """Return the checkpoint to resume from: `ckpt_path` is a path, `last` or `auto`.
+    """Return the checkpoint to resume from, or None; `ckpt_path` may be a path, `last`, `auto` or None.
 
-    `last` is the newest intact checkpoint below `folder`. `auto` is the newest intact one of a run with the
-    same settings as `values`, or None.
+    `last` selects the newest intact checkpoint below `folder`. `auto` considers only runs with the same
+    settings as `values`, and selects None if there is no checkpoint of such a run.
 
     Raises:
-        ConfigError: There is no such checkpoint.
+        ConfigError: The path is not a checkpoint, or there is no checkpoint for `last`.
     """
     ckpt_path: str | None = values["ckpt_path"]
     if ckpt_path is None:
@@ -77,20 +77,21 @@ def find_checkpoint(values: Mapping[str, Any], folder: Path) -> Path | None:
 
 
 def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
-    """Return whether the run that saved a checkpoint had these settings, apart from its own folder."""
+    """Return whether the run that saved a checkpoint had the settings `values`, apart from folders."""
     try:
         saved = read_yaml(path.parent.parent / RESOLVED, expect_mapping=True).content
     except UsageError:  # a checkpoint outside a run's folder
         return False
     base, found = _base_in(values), _base_in(saved)
     if base is not None and found is not None and Path(found).is_relative_to(base):
-        saved = _replace_base(saved, base)  # a folder of runs, where that run found its base
+        saved = _replace_base(saved, base)  # `base` is a folder of runs, in which that run found its base
     return portable_settings(saved) == portable_settings(values)
 
 
 def portable_settings(values: Mapping[str, Any]) -> Any:
-    """Return the settings that two runs of one command share, wherever their folders are mounted."""
-    folders = [str(values.get(key)) for key in ("run_dir", "output_root")]  # the first is inside the second
+    """Return the settings that two runs of one command share, even if their folders are at other paths."""
+    # `run_dir` is inside `output_root`, so `run_dir` must be tried first.
+    folders = [str(values.get(key)) for key in ("run_dir", "output_root")]
 
     def portable(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -101,23 +102,25 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
         folder = next(inside, None)
         return value if folder is None else (folders.index(folder), str(Path(value).relative_to(folder)))
 
+    # These keys do not change the training of a run.
     own = ("ckpt_path", "run_dir", "output_root", "launch", "logger", "optimized_metric", "task_name", "tags")
     return {key: portable(value) for key, value in values.items() if key not in own}
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
-    """Return a config whose adapter base is a file, resolved from a folder of runs.
+    """Return a config with a file as the adapter's base: replace a folder of runs by one of its checkpoints.
 
-    The newest run in that folder changes with the next run. A run that resumes from `ckpt_path` therefore
-    keeps the previous run's base. PeftAdapter reports a missing or damaged base when it loads it.
+    The newest checkpoint in a folder of runs changes with the next run. So a run that resumes from
+    `ckpt_path` keeps the base of the previous run. PeftAdapter reports a missing or damaged base later.
 
     Raises:
-        ConfigError: The base is not a path.
+        ConfigError: The base cannot be a path.
     """
     base = _base_in(values)
     if base is None:
         return values
     check_path(BASE, base)
+    # A path without a suffix is a folder of runs or a sharded checkpoint.
     if not Path(base).suffix:
         previous = None
         if ckpt_path is not None:
@@ -131,7 +134,7 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
 
 
 def _base_in(values: Any) -> str | None:
-    """Return the adapter's base in a config, which may be the content of any YAML file."""
+    """Return the adapter's base in `values`, or None; `values` may be the content of any YAML file."""
     for key in BASE.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values if isinstance(values, str) else None
@@ -146,10 +149,11 @@ def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
     """Return the content of a checkpoint that a Trainer is about to load, with tensors on the meta device.
 
     Raises:
-        CheckpointError: It holds an adapter, and the run has none.
-        ConfigError: It is damaged, or was not written by a Trainer.
+        CheckpointError: The checkpoint contains an adapter, but the run has no callback that adds adapters.
+        ConfigError: The checkpoint is damaged, or was not written by a Trainer.
     """
     try:
+        # Digests are verified before any content is used.
         if path.is_dir():
             saved: Any = sharded.verified_index(path).checkpoint
         else:
@@ -163,7 +167,7 @@ def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
         allowed = "a checkpoint of a Trainer; this file has other content"
         raise ConfigError(key="ckpt_path", value=str(path), allowed=allowed)
     if CHECKPOINT_KEY in saved and not any(isinstance(c, AddsAdapters) for c in callbacks_of(trainer)):
-        # PyTorch would list every key that the model lacks.
+        # Without this error, PyTorch would list every key that the model lacks.
         raise CheckpointError(
             f"checkpoint {path} is not loaded: it holds an adapter, and this run has none\n"
             "  try: +callbacks=peft_adapter, with the options of that run"
@@ -172,16 +176,16 @@ def read_for(path: Path, trainer: pl.Trainer) -> Mapping[str, Any]:
 
 
 def check_something_left(path: Path, trainer: pl.Trainer) -> None:
-    """Reject a checkpoint at or after the run's end: `fit` would return at once.
+    """Reject a checkpoint from which `fit` would return at once, since no step or epoch is left to train.
 
     Raises:
-        FinishedRunError: Nothing is left to train.
+        FinishedRunError: The checkpoint is at or after the limit of steps or epochs.
         CheckpointError, ConfigError: As in `read_for`.
     """
     saved = read_for(path, trainer)
     progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
     limits: dict[str, int | None] = {"steps": trainer.max_steps}
-    if progress.get("is_last_batch", True):  # otherwise the last epoch is incomplete
+    if progress.get("is_last_batch", True):  # an incomplete epoch is not counted
         limits["epochs"] = trainer.max_epochs
     done = {"steps": saved.get("global_step", 0), "epochs": saved.get("epoch", 0) + 1}  # epochs count from 0
     for unit, limit in limits.items():
@@ -192,18 +196,19 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
 
 
 def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
-    """Return a checkpoint in a folder, of a recipe's runs or of a single run.
+    """Return the checkpoint to evaluate.
 
     Args:
-        which: `best`, a path, or a name in the run's `checkpoints/`; `last`, None and `auto` select the
-            newest intact one.
-        folder: Where `last` and `best` are searched.
-        remedy: The command that would train a checkpoint there.
+        which: `best`, a path, or a file name in the run's `checkpoints/`. The values `last`, `auto` and None
+            select the newest intact checkpoint.
+        folder: Folder of a recipe's runs or of a single run, where `last` and `best` are searched.
+        remedy: Command that errors show, which would train a checkpoint in this folder.
 
     Raises:
-        ConfigError: There is none; for `best`, also if no metric was monitored.
+        ConfigError: There is no such checkpoint, or `best` is requested but the run monitored no metric.
     """
     if which not in (None, "auto", "last", "best"):
+        # An existing path has precedence over a file name in the run.
         in_run = folder / "checkpoints" / which
         is_name = "/" not in which and not Path(which).exists() and in_run.exists()
         found = find_checkpoint({"ckpt_path": str(in_run) if is_name else which}, folder)
@@ -218,12 +223,12 @@ def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
 
 
 def _best(newest: Path) -> Path:
-    """Return the best checkpoint of a run, as recorded by ModelCheckpoint in the newest one."""
+    """Return the best checkpoint of a run, as ModelCheckpoint recorded it in the newest checkpoint."""
     states = map(nested_dict, nested_dict(outline(newest), "callbacks").values())
     monitored = [s for s in states if "best_model_path" in s and s.get("monitor") is not None]
-    # The run may have been moved, and text from a checkpoint is not trusted as a path: only the name is used,
-    # in the newest checkpoint's folder. A resumed run that has not improved yet names a file of the previous
-    # run.
+    # The run may have been moved, and a path from a checkpoint is not trusted. So only the file name of the
+    # path is used, in the newest checkpoint's folder. If a resumed run has not improved yet, the best
+    # checkpoint is in the previous run's folder, and an error is raised.
     if len(monitored) == 1:
         best, own = (Path(str(monitored[0].get(key) or "")) for key in ("best_model_path", "dirpath"))
         found = newest.parent / best.name

@@ -1,12 +1,12 @@
 """Compose a recipe and its overrides with Hydra, once per run, and check the result.
 
-Hydra accepts some mistakes silently. Here an override may set any parameter of the class behind a known
-group. Afterwards every key, class and type is compared with that class (`config/validate.py`), so that
-nothing is dropped or added unnoticed. The verbs call `compose_recipe` and `recipe_app`.
+Hydra accepts some mistakes silently. With this module, an override may set every parameter of a group's
+class. After composing, each key, class and type is compared with that class (`config/validate.py`), so that
+no key is dropped or added unnoticed. The verbs call `compose_recipe` and `recipe_app`.
 
-Why not `hydra.main`: it composes a config to find the mode, and again to run it; a check before running needs
-a third composition. `RecipeApp` drives the same Hydra object, and Hydra runs exactly the config that was
-checked.
+Why not `hydra.main`: it composes a config to find the mode, and again to run the job. A check before the run
+would need a third composition. `RecipeApp` uses the same Hydra object as `hydra.main`, and Hydra runs exactly
+the config that was checked.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from lightning_eff.core.errors import ConfigError, UsageError, keep_overrides
 
 VERSION_BASE = "1.3"
 LOGGING_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
-"""Hydra's own logging is off unless a recipe or an override chooses an option of these groups."""
+"""Groups of Hydra's own logging, which is off unless a recipe or an override chooses an option."""
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A recipe with its overrides, composed and checked: plain, resolved values.
+    """The plain, resolved values of a recipe and its overrides after all checks.
 
-    The run's folder is an absolute path and does not exist yet; by default its name is the time of day.
+    `run_dir` is an absolute path and does not exist yet; by default, its last part is the date and time.
     """
 
     values: dict[str, Any]
@@ -54,14 +54,14 @@ class Composed:
 def compose_recipe(
     recipe: str, overrides: Sequence[str], path: RecipePath | None = None, *, writes: bool = True
 ) -> Composed:
-    """Compose and check one run; nothing is created or instantiated.
+    """Compose and check the config of one run, without creating files or instantiating classes.
 
-    Verbs that never run it pass `writes=False`: `output_root` then needs no write access.
+    Verbs that do not start the run pass `writes=False`; then `output_root` needs no write access.
 
     Raises:
-        UsageError: Hydra cannot compose it: an unknown recipe, option or key, or a malformed override.
-        EnvironmentLacksError: It uses Hydra's launcher for SLURM, which is not installed.
-        ConfigError: It composes, but one of its keys, classes, types or paths cannot be used.
+        UsageError: Hydra cannot compose the config, for example because of an unknown recipe, option or key.
+        EnvironmentLacksError: The config uses a plugin of Hydra that is not installed.
+        ConfigError: A key, class, type or path in the composed config cannot be used.
     """
     with recipe_app(recipe, overrides, path) as app:
         return app.check(writes=writes)
@@ -75,25 +75,27 @@ def resolve_job(loader: RecipeLoader, cfg: DictConfig, overrides: Sequence[str])
 
 @contextmanager
 def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = None) -> Generator[RecipeApp]:
-    """Start Hydra for one recipe, even inside another Hydra app's job; the overrides may define a sweep."""
+    """Start Hydra for a recipe, even inside another Hydra app's job; the overrides may define a sweep."""
     path = path or RecipePath()
     parsed = parse_overrides(overrides)
     loader = RecipeLoader(recipe, path)
     with _habits_explained(parsed):
         chain = loader.read_chain(parsed)
-        # Hydra has one global config: save an outer job's.
+        # Hydra has one global config: save the config of an outer job.
         outer_config = HydraConfig.instance().cfg
         setbase(VERSION_BASE)
         try:
             yield RecipeApp(recipe, loader, parsed, chain)
         finally:
+            # `outer_config` is None if there is no outer job.
             HydraConfig.instance().cfg = outer_config
 
 
 class RecipeApp:
-    """Hydra for one recipe: `check` composes a config, `run` and `sweep` run exactly that config.
+    """Hydra for one recipe: `check` composes a config, and `run` and `sweep` run exactly that config.
 
-    A sweep composes its own config once, for its launcher and folders, and each job's config once.
+    A sweep has its own config, for launcher and folders, and one config per job. Hydra composes each config
+    only once.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class RecipeApp:
 
     @keep_overrides()
     def check(self, run_dir: Path | None = None, *, writes: bool = True) -> Composed:
-        """Compose the run and check it; a second call checks it with another `run_dir`."""
+        """Compose and check the run's config; a second call can check it with another `run_dir`."""
         composed = self._check(self.config(), self.overrides, run_dir)
         if writes:
             check_write_access(Path(composed.values["output_root"]))
@@ -125,20 +127,20 @@ class RecipeApp:
         """Compose and check each run of a sweep, except runs that a sweeper plugin chooses later.
 
         Returns:
-            The sweep's folder, and the metric that it optimizes.
+            The sweep's folder, and the metric that the sweeper optimizes.
         """
         cfg = self.loader.compose(self._lines, RunMode.MULTIRUN)
         check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
         hydra_overrides = list(cfg.hydra.overrides.hydra)
         with _explained():
             sweeper: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=True)
-        # The order of Hydra's sweepers: their own parameters come first.
+        # As in Hydra's sweepers, the parameters of the sweeper come before the overrides.
         lines = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
         lines += cfg.hydra.overrides.task
         metric: str | None = None
         jobs = sweeps.runs_to_check(lines, is_grid=sweeper["_target_"] == sweeps.GRID)
         for job in jobs:
-            # The same list as in Hydra's `load_sweep_config`, which thus reuses this composition.
+            # The list is the same as in Hydra's `load_sweep_config`, so that Hydra reuses this composition.
             overrides = parse_overrides(job)
             cfg_of_job = self.loader.compose([*hydra_overrides, *job])
             composed = self._check(cfg_of_job, overrides, chain=self.loader.read_chain(overrides))
@@ -149,8 +151,9 @@ class RecipeApp:
         return Path(str(cfg.hydra.sweep.dir)).resolve(), metric
 
     def run(self, job: Callable[[DictConfig], Any], run_dir: Path, *, save_config: bool) -> Any:
-        """Let Hydra create `run_dir`, with `.hydra/` if `save_config`, and call `job`; return its result."""
-        OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))  # `${now:}` would be a later time
+        """Let Hydra create `run_dir` (with `.hydra/` if `save_config`) and call `job`; return the result."""
+        # Set the checked folder: `${now:}` in the default name would now be resolved to a later time.
+        OmegaConf.update(self.config(), "hydra.run.dir", str(run_dir))
         if not save_config:
             OmegaConf.update(self.config(), "hydra.output_subdir", None)
         return self._hydra.run(self.recipe, job, self._lines).return_value
@@ -160,9 +163,9 @@ class RecipeApp:
         self._hydra.multirun(self.recipe, job, self._lines)
 
     def show(self, cfg: str | None, *, info: str | None) -> None:
-        """Print the composed config or, with `info`, Hydra's information about it.
+        """Print the composed config or, with `info`, Hydra's information about the config.
 
-        Keys and choices are checked. Classes are not, since that would import them.
+        The config's keys and choices are checked, but not its classes, because their check imports them.
         """
         check_keys(self.config(), self.overrides, self.chain)
         with _explained():
@@ -179,7 +182,7 @@ class RecipeApp:
         chain: RecipeChain | None = None,
     ) -> Composed:
         chain = chain or self.chain
-        cfg = copy.deepcopy(cfg)  # Hydra runs the original
+        cfg = copy.deepcopy(cfg)  # Hydra runs the original config, which must not change
         with _explained():
             check_hydra(OmegaConf.to_container(cfg.hydra, resolve=False))
             folders: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
@@ -188,7 +191,7 @@ class RecipeApp:
             check_run_dir(cfg)
             folder = Path(str(cfg.hydra.run.dir)).resolve()
             with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
-                cfg.hydra.runtime.output_dir = str(folder)  # `${run_dir}` refers to it
+                cfg.hydra.runtime.output_dir = str(folder)  # `${run_dir}` refers to this key
             HydraConfig.instance().set_config(cfg)
             values = resolve_config(cfg, overrides, chain)
         return Composed(values, folder, folders["dir"].replace(TASK, RECIPE) == RUN_DIR, chain)
@@ -196,7 +199,7 @@ class RecipeApp:
 
 @contextmanager
 def _habits_explained(overrides: Sequence[Override]) -> Generator[None]:
-    """Add to an error this package's name for another tool's word in the overrides."""
+    """Add this package's overrides to an error that is caused by another tool's overrides."""
     try:
         yield
     except (UsageError, ConfigError) as error:
@@ -208,7 +211,7 @@ def _habits_explained(overrides: Sequence[Override]) -> Generator[None]:
 
 @contextmanager
 def _explained() -> Generator[None]:
-    """Turn an error of OmegaConf into one that names the key."""
+    """Turn an error of OmegaConf into a UsageError that names the key."""
     try:
         yield
     except OmegaConfBaseException as error:

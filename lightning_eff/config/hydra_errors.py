@@ -1,8 +1,8 @@
 """Explain a composition error in one or two lines: the key or option at fault and the nearest name.
 
-Hydra's advice to append a misspelt key with `+` is left out. A word of another tool gets the equivalent
-override from `habits.yaml`, but only if it cannot be used: a user's option of that name has precedence.
-`recipes.py` and `composition.py` call this module.
+Hydra's advice to append a misspelt key with `+` is left out. If an override fails because it uses another
+tool's word, the error shows the equivalent override from `habits.yaml`. A user's own option may have the name
+of such a word. `recipes.py` and `composition.py` call this module.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_eff.core.errors import ConfigError, EnvironmentLacksError, UsageE
 
 AMBIGUOUS = "Ambiguous value for argument '"
 NO_NAME = "Config group override must be a string or a list"
-"""Start of two messages of Hydra 1.3: for `callbacks=a,b` and for `precision=16`."""
+"""`AMBIGUOUS` and `NO_NAME` start Hydra 1.3's errors for `callbacks=a,b` and for `precision=16`."""
 
 PLUGINS = {
     "hydra/launcher/submitit": ("slurm", "launcher for SLURM"),
     "hydra/launcher/joblib": ("joblib", "launcher for several runs at once"),
     "hydra/sweeper/optuna": ("optuna", "sweeper that searches with Optuna"),
 }
-"""Options of Hydra's plugins: the extra that installs each, and its description."""
+"""For each option of a Hydra plugin: the extra of `lightning-eff` that installs it, and a description."""
 
 
 def missing_file(
@@ -38,7 +38,8 @@ def missing_file(
 ) -> UsageError | EnvironmentLacksError:
     """Return the error for a missing option or base recipe, with the nearest name.
 
-    `documents` are the files that were read, by recipe or option; one of them, or an override, lists it.
+    `documents` are the files that were read, by recipe or option. The missing name comes from one of these
+    files or from an override.
     """
     wanted = str(error.missing_cfg_file)
     for begin, (extra, about) in PLUGINS.items():
@@ -46,6 +47,7 @@ def missing_file(
             text = f"{wanted}: hydra's {about} is missing\n  try: pip install 'lightning-eff[{extra}]'"
             return EnvironmentLacksError(text)
     group, _, option = wanted.rpartition("/")
+    # Match the whole name, so that `lm` does not match `lm_large`.
     named = re.compile(rf"(?<![\w.]){re.escape(option)}(?![\w.])")
     listing = (each for each in documents.values() if named.search(_defaults(each)))
     where = next((f"{each.file}: " for each in listing), "")
@@ -53,7 +55,8 @@ def missing_file(
         return UsageError(f"{where}{wanted}: no such recipe; {suggest_name(wanted, recipes)}")
     options = error.options or [file.stem for file in (CONF / group).glob("*.yaml")]
     text = f"{where}{group}={option}: no such option; {suggest_name(option, options)}"
-    text += f"\n  try: {group}._target_={option}" if "." in option else ""  # a class, as in my_project.Net
+    # A name with a dot is probably a class, such as my_project.Net.
+    text += f"\n  try: {group}._target_={option}" if "." in option else ""
     return UsageError(text)
 
 
@@ -62,8 +65,9 @@ def _defaults(document: YamlDocument) -> str:
 
 
 def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -> str:
-    """Return the text for any other composition error of Hydra 1.3."""
-    if isinstance(error, (RecursionError, AssertionError)):  # the latter: a group's name that is no string
+    """Return the error text for a composition error of Hydra 1.3 that is not about a missing file."""
+    # Hydra raises an AssertionError if the name of a group is not a string.
+    if isinstance(error, (RecursionError, AssertionError)):
         own = [str(each.file) for each in documents.values() if not {CONF, RECIPES} & {*each.file.parents}]
         what = "nested too deep, or defaults that never end or have no name"
         return f"{what}, in {' or '.join(own) or 'the config'}"
@@ -90,7 +94,7 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
 
 
 def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) -> UsageError | ConfigError:
-    """Return the error with the equivalent overrides, if it is about an override in the habits table."""
+    """Add equivalent overrides to an error about an override that `habits.yaml` contains."""
     text = str(error)
     meant = {str(item.input_line): _meant_by(item, text) for item in overrides}
     habits = {line: words for line, words in meant.items() if words}
@@ -99,15 +103,16 @@ def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) 
     reason = text.partition("\n")[0].partition(";")[0]
     if NO_NAME in reason:
         reason = f"{next(iter(habits))}: no such option"
-    # One line per combination of alternatives.
+    # Show one line per combination of alternatives.
     tries = [f"  try: {' '.join(words)}" for words in itertools.product(*habits.values())]
     return UsageError("\n".join([reason, *tries]))
 
 
 def _meant_by(item: Override, text: str) -> Sequence[str]:
-    """Return the equivalents of an override in the table, if the error is about it or its key is unknown."""
+    """Return the equivalents of an override if its key is unknown or the error is about the override."""
     key = str(item.key_or_group)
     is_unknown = key not in TOP_LEVEL and "/" not in key and "." not in key
+    # An error's text begins with the key, or with the start of the key's path.
     begins = [
         f"{path}{sign}" for path in itertools.accumulate(key.split("."), "{}.{}".format) for sign in ":="
     ]
@@ -117,7 +122,7 @@ def _meant_by(item: Override, text: str) -> Sequence[str]:
 
 
 def read_habits() -> dict[str, tuple[str, ...]]:
-    """Return the overrides that each key, or each key with a value, of another tool may mean: habits.yaml."""
+    """Read habits.yaml: for each key (or key and value) of another tool, the overrides that it may mean."""
     text = Path(__file__).with_name("habits.yaml").read_text(encoding="utf-8")
     rows: dict[str, str] = yaml.safe_load(text)
     return {
@@ -128,9 +133,9 @@ def read_habits() -> dict[str, tuple[str, ...]]:
 
 
 def proposals(key: str, value: str) -> Sequence[str]:
-    """Return the overrides that `key=value` may mean; empty if the table lacks it.
+    """Return the overrides that `key=value` may mean; empty if `habits.yaml` does not contain the key.
 
-    Several proposals are alternatives: which one is right depends on the recipe's model.
+    If there are several overrides, the right choice depends on the recipe's model.
 
     Example:
         >>> proposals("batch_size", "8"), proposals("trainer.precision", "bf16-mixed"), proposals("sed", "1")
@@ -140,5 +145,6 @@ def proposals(key: str, value: str) -> Sequence[str]:
     row = habits.get(f"{key}={value.lower()}") or habits.get(key) or ()
     found = tuple(text.replace("{}", value) for text in row)
     if len(found) == 1:
-        return proposals(*found[0].split("=", 1)) or found  # it may be a habit itself: trainer.strategy=zero2
+        # The proposal itself may be in `habits.yaml`, for example trainer.strategy=zero2.
+        return proposals(*found[0].split("=", 1)) or found
     return found

@@ -1,4 +1,4 @@
-"""Keep secrets out of what loggers log, and close them after a run."""
+"""Keep secrets out of the hyperparameters that loggers log, and close loggers after a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUP = "logger"
 
 
 def log_no_secrets(logger: Logger) -> Logger:
-    """Make a logger drop secrets from hyperparameters; return it."""
+    """Make a logger drop secrets from hyperparameters; return the same logger."""
     log_hyperparams = logger.log_hyperparams
 
     def log_others(params: Any, *args: Any, **keywords: Any) -> None:
@@ -29,18 +29,19 @@ def log_no_secrets(logger: Logger) -> Logger:
 
 @contextmanager
 def ended(trainer: pl.Trainer) -> Generator[None]:
-    """Close the W&B and Comet runs of this process, so that the next run of a sweep starts new ones.
+    """Close the W&B and Comet runs of this process, so that the next run of a sweep does not continue them.
 
-    Lightning 2.6 leaves them open, and a logger continues an open run.
+    Lightning 2.6 leaves the runs of W&B and Comet open, and a new logger would continue an open run.
     """
     from lightning.pytorch.loggers import CometLogger, WandbLogger
 
+    # The services show a run as failed if its exit code is not 0.
     exit_code = 1
     try:
         yield
         exit_code = 0
     finally:
-        # Only rank 0 has runs of these services.
+        # Only rank 0 has opened runs of W&B or Comet.
         for each in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(each, WandbLogger):
                 sys.modules["wandb"].finish(exit_code)

@@ -1,4 +1,4 @@
-"""Parse Hydra overrides, and let them set keys and options that Hydra alone would reject."""
+"""Parse Hydra overrides, and add the prefixes that Hydra needs to accept new keys and options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_eff.core.errors import UsageError
 
 NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
 MAX_SHOWN = 100
-"""Longest part of an override shown in a message, in characters."""
+"""Number of characters of an override that a message shows."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -25,6 +25,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         UsageError: An override does not follow the grammar.
     """
     parser, parsed = OverridesParser.create(), list[Override]()
+    # Parse one line at a time, so that an error names its override.
     for line in overrides:
         try:
             parsed += parser.parse_overrides([line])
@@ -39,8 +40,8 @@ def allow_new_keys(
 ) -> list[str]:
     """Return overrides with Hydra's prefixes for new keys (`++`) and for options that a recipe lacks (`+`).
 
-    Whether a new key is a parameter of the group's class is checked after composing. Multi-option and
-    optional groups get `+` if the recipe does not list them (`listed`).
+    A later check, after composing, rejects a new key that is not a parameter of the group's class. The
+    override of a multi-option or optional group gets `+` if the recipe does not list the group in `listed`.
 
     Example:
         >>> allow_new_keys(parse_overrides(["trainer.max_time=00:01:00:00", "callbacks=[a]"]), listed=[])
@@ -63,15 +64,17 @@ def allow_new_keys(
 
 
 def _merge_choices(choices: Sequence[Override], listed: Collection[str]) -> list[str]:
-    """Return one override for each multi-option group, with `+` options included.
+    """Merge all overrides of a multi-option group into one, including options that were added with `+`.
 
-    Hydra 1.3 can replace the lists of several recipes by a list, but not by one option, and drops `+` options
-    added to a replacing list. If two overrides replace a list, the first is left for the error report.
+    In Hydra 1.3, a list in an override can replace the lists of several recipes, but a single option cannot.
+    Hydra also drops options that are added with `+` to a replacing list. If two overrides replace the list of
+    a group, both are returned, so that Hydra reports the error.
     """
     lines: list[str] = []
     for group in dict.fromkeys(str(item.key_or_group) for item in choices):
         own = [item for item in choices if str(item.key_or_group) == group]
         replacing = [item for item in own if not item.is_add()]
+        # Options that are added with `+` come after the replacing list, in every order of the overrides.
         last = [*replacing[-1:], *(item for item in own if item.is_add())]
         lists = [_options_of(item) for item in replacing[:-1]]
         lists.append([name for item in last for name in _options_of(item)])

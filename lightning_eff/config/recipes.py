@@ -1,4 +1,4 @@
-"""Find recipes and options in folders, make Hydra read them, and report a recipe's own choices."""
+"""Find recipes and options in folders, load them with Hydra, and return a recipe's own choices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_eff.core.errors import ConfigError, UsageError, check_path, sugge
 
 SEARCH_PATH = "hydra.searchpath"
 EXPERIMENT = "experiment"
-"""Group of user files that change several groups of a recipe."""
+"""Group of the user's experiments; an experiment is a file that changes several groups of a recipe."""
 COMPOSITION_ERRORS = (
     *(HydraException, OmegaConfBaseException, YAMLError),
     *(ValueError, OSError, RecursionError, AssertionError),
@@ -43,7 +43,7 @@ COMPOSITION_ERRORS = (
 """Errors that Hydra 1.3 raises for a config that it cannot compose."""
 SHIPPED = tuple(f"file://{folder}" for folder in (CONF, RECIPES))
 RECIPE, TASK = "${hydra.job.config_name}", "${task_name}"
-"""Names of the folder of runs: the task's name if it is set, else the recipe's."""
+"""Interpolations that name a folder of runs: `TASK` if `task_name` is set, else `RECIPE`."""
 RUN_DIR = f"${{output_root}}/{RECIPE}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
 HYDRA_FOLDERS = {
     "hydra.run.dir": ("outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}", RUN_DIR),
@@ -52,7 +52,7 @@ HYDRA_FOLDERS = {
         f"${{output_root}}/{RECIPE}/sweep_${{now:%Y-%m-%d_%H-%M-%S-%f}}",
     ),
 }
-"""Hydra's defaults and their replacements; any other value in a recipe or override is kept."""
+"""Hydra's default folders and their replacements; another value in a recipe or override is kept."""
 
 
 class ConfSearchPath(SearchPathPlugin):
@@ -65,7 +65,7 @@ class ConfSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Make the groups in conf/ available to any Hydra app of this process; repeated calls do nothing.
+    """Make the groups in conf/ available to every Hydra app of this process; a second call does nothing.
 
     Example:
         >>> register()
@@ -77,7 +77,7 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class RecipePath:
-    """Search path of recipes and options: the user's folders first, then this package's."""
+    """Search path of recipes and options: the user's folders first, then the folders of this package."""
 
     folders: tuple[Path, ...] = ()
 
@@ -99,45 +99,45 @@ class RecipePath:
         return [file.stem for folder in (*self.folders, RECIPES) for file in folder.glob("*.yaml")]
 
     def folder_of(self, recipe: str) -> Path:
-        """Return the folder that contains a recipe: Hydra needs the primary config in its main folder."""
+        """Return the folder that contains a recipe, to use as Hydra's main folder."""
         found = (folder for folder in self.folders if is_file(folder / f"{recipe}.yaml"))
         return next(found, RECIPES)
 
 
 @dataclass(frozen=True)
 class RecipeChain:
-    """The choices of a recipe and its experiment, without the user's overrides.
+    """The choices of a recipe and its experiment.
 
-    Exception: overrides of single-option groups count, overrides of multi-option groups do not.
+    The choices include the user's overrides of single-option groups, but not of multi-option groups.
     """
 
     recipe: str
     files: CachingConfigRepository
     chosen: Overrides
-    """Hydra's record of choices, including overrides of one recipe by another recipe or experiment."""
+    """Hydra's record of choices, including choices that another recipe or an experiment has overridden."""
     groups: Collection[str]
-    """Groups that the recipe lists, so that an override may replace their choice."""
+    """Groups that the recipe lists; an override may replace the choice of such a group."""
     recipes: Sequence[str]
     """The recipe, its base recipes, and the experiment."""
     listed: Mapping[str, Sequence[tuple[str, str]]]
-    """By group: each option that a recipe lists, and the recipe."""
+    """For each group: pairs of an option and the recipe that lists this option."""
 
     def options(self, group: str) -> list[str]:
-        """Return the options of a group that recipes list."""
+        """Return the options that the recipes list for a group."""
         return [option for option, _ in self.listed.get(group, ())]
 
     def overriding(self, group: str) -> str | None:
-        """Return the recipe or experiment that replaces what others list of a group, or None."""
+        """Return the recipe or experiment that replaces the choice of other recipes for a group, or None."""
         metadata = self.chosen.override_metadata.get(group)
         return metadata.containing_config_path if metadata is not None else None
 
     def setter(self, group: str, name: str | None = None) -> str:
-        """Return the recipe that chooses an option; without a name, the option of a single-option group."""
+        """Return the recipe that chooses an option of a group; `name` is None for a single-option group."""
         own = [recipe for option, recipe in self.listed.get(group, ()) if name in (None, option)]
         return self.overriding(group) or next(iter(own), self.recipe)
 
     def names(self, group: str, options: Iterable[str]) -> set[str]:
-        """Return the names of options in the config; a file may define several."""
+        """Return the names that options have in the config; one file may define several names."""
         return {name for option in options for name in self._names(group, option)}
 
     def _names(self, group: str, option: str) -> set[str]:
@@ -151,13 +151,13 @@ class RecipeChain:
             return {own}
         if "_target_" in loaded.config or package:
             return {option}
-        # A file of several options: its own keys, and the options that it lists.
+        # A file of several options defines its own keys and the options that it lists.
         inside = [each for each in loaded.defaults_list or () if isinstance(each, ConfigDefault)]
         others = [str(each.path).removeprefix(f"/{group}/") for each in inside if not each.is_self()]
         return {str(key) for key in loaded.config} | self.names(group, others)
 
     def settings(self) -> set[str]:
-        """Return `GROUP.KEY` of each setting in the user's recipes and experiments, without shipped ones."""
+        """Return `GROUP.KEY` of each setting in the user's own recipes and experiments."""
         loaded = (self.files.load_config(name) for name in self.recipes)
         own: list[Any] = [each.config for each in loaded if each and each.path not in SHIPPED]
         groups = [(group, node) for config in own for group, node in config.items_ex(resolve=False)]
@@ -165,13 +165,13 @@ class RecipeChain:
 
 
 class RecipeLoader(ConfigLoaderImpl):
-    """Hydra's loader for one recipe: it reads files under strict rules and composes each config once.
+    """Hydra's loader for one recipe, which reads files under strict rules and composes each config once.
 
-    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`. The last
-    one calls it twice per job of a sweep: to validate its overrides, and to launch it.
+    Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`. For each
+    job of a sweep there are two calls: one validates the job's overrides, and one launches the job.
 
     Raises:
-        UsageError: There is no such recipe.
+        UsageError: The recipe does not exist.
     """
 
     def __init__(self, recipe: str, path: RecipePath) -> None:
@@ -183,6 +183,7 @@ class RecipeLoader(ConfigLoaderImpl):
             raise UsageError(f"recipe {recipe!r} does not exist: {close}{hint}")
         register()
         search_path = create_config_search_path(str(main))
+        # Each folder is inserted right after this package's folders, so the first folder is inserted last.
         for folder in reversed(path.folders):
             if folder != main:
                 search_path.append("--config-dir", str(folder), SearchPathQuery("lightning_eff", None))
@@ -207,14 +208,14 @@ class RecipeLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        # A copy, because Hydra changes the config that it runs, and a sweep may repeat a job.
+        # Return a copy, because Hydra changes the config that it runs, and a sweep may repeat a job.
         return copy.deepcopy(self.compose(overrides, run_mode))
 
     def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-        """Return the config composed by Hydra; the same overrides return the same object.
+        """Return the config that Hydra composes; calls with the same overrides return the same object.
 
         Raises:
-            UsageError: Hydra cannot compose it.
+            UsageError: Hydra cannot compose the config.
             EnvironmentLacksError: A plugin of Hydra is not installed.
         """
         if tuple(overrides) in self._composed:
@@ -224,6 +225,7 @@ class RecipeLoader(ConfigLoaderImpl):
         folders: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
         for key, (default, replacement) in HYDRA_FOLDERS.items():
             if folders[key.split(".")[1]]["dir"] == default:
+                # Without a task name, the interpolation `${task_name}` has no value.
                 named = OmegaConf.select(cfg, "task_name") is not None
                 OmegaConf.update(cfg, key, replacement.replace(RECIPE, TASK) if named else replacement)
         self._composed[tuple(overrides)] = cfg
@@ -233,8 +235,8 @@ class RecipeLoader(ConfigLoaderImpl):
         """Read the files that the recipe lists, including the experiment chosen by the overrides.
 
         Raises:
-            UsageError: A file cannot be read, or is its own base; the text names file and line.
-            ConfigError: It sets Hydra's search path, which may name packages that Hydra would import.
+            UsageError: A file cannot be read, or a recipe is its own base; the text names file and line.
+            ConfigError: The recipe or an override sets Hydra's search path.
         """
         overrides = [item for item in overrides if str(item.key_or_group) not in MULTI_CHOICE_GROUPS]
         files = CachingConfigRepository(self.repository)
@@ -251,9 +253,11 @@ class RecipeLoader(ConfigLoaderImpl):
             chosen = Overrides(files, overrides)
             defaults = self._defaults(files, chosen)
             groups = {str(each.config_path).rpartition("/")[0] for each in defaults}
-            groups |= {*chosen.known_choices_per_group}  # includes groups whose choice is none
+            # Add groups with the choice none: no file belongs to this choice, but the recipe lists the group.
+            groups |= {*chosen.known_choices_per_group}
             if EXPERIMENT in chosen.override_metadata and not chosen.override_metadata[EXPERIMENT].used:
-                value = chosen.override_choices[EXPERIMENT]  # the recipe does not list it
+                # The recipe does not list the group `experiment`, so append the override's choice.
+                value = chosen.override_choices[EXPERIMENT]
                 added = GroupDefault(group=EXPERIMENT, value=value, external_append=True)
                 chosen = Overrides(files, [item for item in overrides if item.key_or_group != EXPERIMENT])
                 chosen.append_group_defaults.append(added)
@@ -263,18 +267,18 @@ class RecipeLoader(ConfigLoaderImpl):
         listed: dict[str, list[tuple[str, str]]] = {}
         for name, parent in paths:
             group, _, option = name.rpartition("/")
-            if group and parent in recipes:  # else an option built on another one
+            if group and parent in recipes:  # leave out options that another option's file lists
                 listed.setdefault(group, []).append((option, parent))
         return RecipeChain(self._recipe, files, chosen, groups, recipes, listed)
 
     def _defaults(self, files: CachingConfigRepository, chosen: Overrides) -> list[ResultDefault]:
-        """Return each composed file with the file that lists it; an unused override is not an error."""
+        """Return each file of the config with the file that lists it; accept overrides without effect."""
         options: Any = {"prepend_hydra": False, "skip_missing": True}
         return _create_defaults_list(files, self._recipe, chosen, **options)[0]
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """Turn Hydra's exceptions for files and overrides that it cannot compose into short errors."""
+        """Turn Hydra's exceptions for files and overrides that cannot be composed into short errors."""
         try:
             yield
         except MissingConfigException as error:

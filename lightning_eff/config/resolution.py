@@ -1,8 +1,8 @@
-"""Turn a composed config into plain values: check its keys, drop settings that do not apply, resolve it.
+"""Turn a composed config into plain values: check its keys, drop settings that do not apply, resolve values.
 
-`composition.py` calls it. Two kinds of settings are dropped: keys of a group's YAML that a user's own class
-does not take, and a recipe's settings of an option that an override removed from a list. Settings that the
-user typed are never dropped.
+`composition.py` calls this module. Keys in a group's YAML are dropped if they are not parameters of a user's
+own class. A recipe's settings of an option are dropped if an override removed the option from its list.
+Settings that the user typed are never dropped.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ NO_LOGGER = "none"
 def resolve_config(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> dict[str, Any]:
     """Return the resolved and checked values of a composed config, without Hydra's section.
 
-    Secrets stay interpolations of their environment variables. Settings that do not apply are removed from
-    `cfg`, too.
+    Secrets remain interpolations of environment variables. This function also removes settings that do not
+    apply from `cfg` itself.
 
     Raises:
         ConfigError: A key, class, type or path cannot be used, or the config itself contains a secret.
-        OmegaConfBaseException: A value is missing, or cannot be resolved.
+        OmegaConfBaseException: A value is missing, or an interpolation cannot be resolved.
     """
     check_keys(cfg, overrides, chain)
     _drop_inapplicable(cfg, overrides, chain)
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     resolved: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
     values = {str(key): value for key, value in resolved.items()}
+    # Check the resolved values, but keep the interpolations of secrets in the result.
     validate.check_config_values(values)
     check_folders(values, Path(values["output_root"]))
     return keep_variables(values, OmegaConf.to_container(own, resolve=False))
 
 
 def check_keys(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
-    """Reject unused keys, options under another name, and choices that Hydra drops silently."""
+    """Reject unknown keys, options that are not under their own name, and choices that Hydra drops."""
     content: Any = OmegaConf.to_container(cfg, resolve=False)
     for key in content:
         if key not in (*TOP_LEVEL, "hydra"):
@@ -88,13 +89,13 @@ def _check_choices(cfg: DictConfig, overrides: Sequence[Override], chain: Recipe
 
 
 def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: RecipeChain) -> None:
-    """Remove settings that do not apply, except settings that the user typed or wrote into the recipe."""
+    """Remove settings that do not apply, except settings that the user typed or wrote in a recipe."""
     explicit = {str(item.key_or_group) for item in overrides if not item.is_delete()}
     written = explicit | chain.settings()
-    # Keys of a group's YAML that the class of a custom `_target_` does not take.
+    # Drop keys of a group's YAML that are not parameters of the class in a custom `_target_`.
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
-        # Settings in a file belong to the class in the file, not to a class that was typed.
+        # Settings in a file belong to the file's class, so a class that the user typed may lack them.
         own = explicit if f"{group}._target_" in explicit else written
         if f"{group}._target_" not in own or not isinstance(node, DictConfig):
             continue
@@ -106,7 +107,7 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
         if foreign:
             log.warning("%s: %s has no %s; left out", group, node.get("_target_"), ", ".join(foreign))
     _drop_unread_settings(cfg, overrides)
-    # A recipe's settings of an option that an override removed from the recipe's list.
+    # Drop a recipe's settings of an option that an override removed from the recipe's list.
     for group in MULTI_CHOICE_GROUPS:
         node = cfg.get(group)
         is_replaced = group in explicit or chain.overriding(group)
@@ -123,10 +124,10 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
 
 
 def _drop_unread_settings(cfg: DictConfig, overrides: Sequence[Override]) -> None:
-    """With `optimizer=module`, drop a recipe's own settings of optimizer and scheduler, and log it.
+    """With `optimizer=module`, drop a recipe's settings of optimizer and scheduler, and log their names.
 
     Raises:
-        ConfigError: The user typed a scheduler or an optimizer setting, which nothing would read.
+        ConfigError: The user typed an optimizer setting or a scheduler, which would have no effect.
     """
     node: Any = cfg.get("optimizer")
     if not isinstance(node, DictConfig) or node.get("_target_") != validate.MODULE_OPTIMIZER:
@@ -139,6 +140,7 @@ def _drop_unread_settings(cfg: DictConfig, overrides: Sequence[Override]) -> Non
             allowed = "nothing with optimizer=module: the module sets its own, for example by model.lr"
             remedies = ["scheduler=none", "optimizer=adamw"]
             raise ConfigError(key, item.value(), allowed=allowed, remedies=remedies)
+    # A composed config is in struct mode, which forbids deleting keys outside of `open_dict`.
     with open_dict(node):
         for key in foreign:
             del node[key]

@@ -1,8 +1,9 @@
 """Read YAML files under strict rules, for Hydra and for this package; errors name the file and the line.
 
-Hydra's own reader shows a PyYAML traceback for many mistakes. This reader accepts plain values only, and no
-aliases (`${key}` refers to a value). So a short file cannot expand to a huge or endless one, and a tag cannot
-build an object. With `RecipeFiles`, Hydra uses it too, and reads each file once.
+Hydra's own reader shows a PyYAML traceback for many mistakes. This reader accepts plain values and rejects
+aliases; use an interpolation `${key}` instead of an alias. Without aliases, a short file cannot expand to a
+huge or endless document. Without objects, a tag cannot run code. Through `RecipeFiles`, Hydra uses this
+reader too, and reads each file once.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ NO_MAPPING = "expected lines of key: value"
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """A file's plain content (None if it is empty)."""
+    """A file's content in plain types; None for an empty file."""
 
     file: Path
     content: Any
     header: str = ""
-    """Start of the file, which may have a `# @package` line."""
+    """Start of the file, which may contain a `# @package` line."""
 
 
 class _Loader(get_yaml_loader()):
-    """OmegaConf's loader: it rejects duplicate keys and Python objects, and reads dates as strings."""
+    """OmegaConf's loader, which rejects duplicate keys and Python objects, and reads dates as strings."""
 
+    # In addition to OmegaConf's rules, reject aliases.
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             problem = "aliases are not read: ${key} refers to another value"
@@ -55,7 +57,7 @@ def read_yaml(file: Path, *, expect_mapping: bool = False) -> YamlDocument:
     """Read one file; with `expect_mapping`, reject a file that is empty or not a mapping.
 
     Raises:
-        UsageError: It is not a regular file, or violates these rules; the text names file and line.
+        UsageError: The path is not a regular file, or the file violates the rules of this module.
     """
     if not is_file(file):  # opening a FIFO would block until something writes to it
         raise UsageError(f"{file}: expected a regular file")
@@ -77,9 +79,9 @@ class RecipeFiles(FileConfigSource):
 
     Args:
         provider: Hydra's name for the origin of the folder.
-        path: The folder.
-        documents: Collects the content of files, by recipe or option. All folders of a search path share it,
-            so each file is read once for all compositions.
+        path: Path of the folder.
+        documents: Cache for the content of files, by recipe or option. All folders of a search path share
+            the cache, so that each file is read once for all compositions.
     """
 
     def __init__(self, provider: str, path: str, documents: dict[str, YamlDocument]) -> None:
@@ -93,14 +95,14 @@ class RecipeFiles(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         name = config_path.removesuffix(".yaml")
         if name not in self.documents:
-            # An option may be empty.
+            # The file of an option may be empty; the file of a recipe may not.
             self.documents[name] = read_yaml(Path(self.path, f"{name}.yaml"), expect_mapping="/" not in name)
         document = self.documents[name]
         if not isinstance(document.content, (dict, type(None))):
             raise UsageError(f"{document.file}:1: {NO_MAPPING}")
         try:
             config = OmegaConf.create(document.content or {})  # a new object, since Hydra changes it
-        except OmegaConfBaseException as error:  # a key of another type than Hydra's
+        except OmegaConfBaseException as error:  # for example, a key of a type that Hydra does not support
             raise UsageError(f"{document.file}:1: {str(error).splitlines()[0]}") from error
         header = self._get_header_dict(document.header)
         return ConfigResult(self.provider, f"{self.scheme()}://{self.path}", config, header)

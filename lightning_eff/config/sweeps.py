@@ -1,7 +1,7 @@
-"""Find the runs of a sweep that can be checked before the first one starts, and check its sweeper's needs.
+"""Find the runs of a sweep that can be checked before the first run starts, and check the sweeper's settings.
 
 Hydra's own sweeper runs a grid and ignores the return values of runs. Optuna's sweeper chooses the next run
-by them: its runs need `optimized_metric`, and a run without one ends with an error.
+by these return values, so its runs need `optimized_metric`. A run that returns no value ends with an error.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ METRIC, MONITOR = "optimized_metric", "efficiency_report"
 
 
 def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
-    """Return overrides of runs that together contain every value of a sweep over lists.
+    """Return the overrides of runs that together contain every listed value of a sweep.
 
-    Spelling and order are as in Hydra 1.3's BasicSweeper, so its runs can reuse these compositions. For a
-    grid these are all its runs. A search tries few combinations, so each value is checked once, and the start
-    of each interval. Values that a sweeper chooses are checked when their run starts.
+    The overrides have the same spelling and order as in Hydra 1.3's BasicSweeper, so that Hydra's runs reuse
+    the checked configs. For a grid, all runs are returned. For a search, the returned runs contain each value
+    of a list and the start of each interval. Other values are checked when their run starts.
 
     Raises:
         UsageError: A grid contains an interval.
@@ -51,20 +51,21 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
             raise UsageError(text)
         else:
             interval: Any = item.value()
+            # An interval has too many values; its start shows errors of key and type.
             choices[key] = [f"{key}={interval.start}"]
     if is_grid:
         return [list(combination) for combination in itertools.product(*choices.values())]
-    # One run with the first value of each key; then each other value once, next to first values.
+    # The first run has the first value of each key. Each further run changes one value.
     first = {key: values[0] for key, values in choices.items()}
     others = [{**first, key: value} for key, values in choices.items() for value in values[1:]]
     return [list(run.values()) for run in (first, *others)]
 
 
 def check_metric(sweeper: Mapping[str, Any], metric: str | None, values: Mapping[str, Any]) -> None:
-    """Reject runs that cannot return the metric that their sweeper needs.
+    """Reject runs that cannot return the metric that the sweeper needs.
 
     Raises:
-        ConfigError: `optimized_metric` is null for Optuna, or set without the monitor that keeps metrics.
+        ConfigError: `optimized_metric` is null for Optuna, or is set without the monitor that keeps metrics.
     """
     if metric is None and str(sweeper["_target_"]).startswith(OPTUNA):
         allowed = "the name of a metric that the runs log: Optuna chooses the next run by it"
@@ -76,11 +77,12 @@ def check_metric(sweeper: Mapping[str, Any], metric: str | None, values: Mapping
 
 
 def check_storage(sweeper: Mapping[str, Any], root: Path) -> None:
-    """Reject a database of Optuna's study outside of `root`.
+    """Reject a database file for Optuna's study that is outside of `root`.
 
     Raises:
-        ConfigError: It is a file outside of `root`.
+        ConfigError: The database is a file outside of `root`.
     """
+    # A storage without this prefix, such as a database server, is not a file.
     storage = sweeper.get("storage")
     if isinstance(storage, str) and storage.startswith("sqlite:///"):
         check_inside("hydra.sweeper.storage", storage.removeprefix("sqlite:///"), root)

@@ -1,10 +1,11 @@
-"""Check a composed config before any of it is built: classes, their parameters and types, and folders.
+"""Check a composed config before any object is built: classes, their parameters and types, and folders.
 
-A group instantiates only classes of the group's base, a nested `_target_` only classes of `_nested_bases`.
-Functions are rejected: a config could do the most harm with them. Naming a class imports its module,
-which is trusted code of the user. beartype checks types against the constructor's annotations; the
-constructor checks whatever annotations cannot express. A run writes only below `output_root`. Hydra's own
-section may name installed plugins and a sweeper's sampler, and runs no other code. `resolution.py` calls it.
+A group instantiates only subclasses of the group's base class. A nested `_target_` instantiates only
+subclasses of `_nested_bases`. Functions are rejected, because a config could do the most harm with functions.
+The check of a class imports its module, which is trusted code of the user. Types are checked by beartype
+against the constructor's annotations; the constructor checks all other conditions. A run writes only below
+`output_root`. Hydra's own section may name installed plugins and a sweeper's sampler, but no other code.
+`resolution.py` calls this module.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ GROUP_BASES = {
     "launch": "lightning_eff.launch.ray.Ray",
 }
 MODULE_OPTIMIZER = "lightning_eff.optimizer.module.ModuleOptimizer"
-"""Set by `optimizer=module` instead of an optimizer: a callback that keeps the module's own."""
+"""Class that `optimizer=module` names: a callback that keeps the module's own optimizer."""
 IGNORE_ARGUMENTS = ("lightning.pytorch.core.datamodule", "lightning.pytorch.core.module")
-"""Modules whose constructors accept and ignore any argument; classes without a constructor inherit one."""
+"""Modules of base classes with a constructor that accepts all arguments and ignores them."""
 RUN_TYPES = {
     "seed": int, "ckpt_path": str | None, "output_root": str, "run_dir": str, "plan_longest": bool,
     "optimized_metric": str | None, "task_name": str | None, "tags": list[str] | None,
@@ -58,7 +59,7 @@ RUN_KEYS = tuple(RUN_TYPES)
 TOP_LEVEL = (*RUN_KEYS, "trainer", *GROUP_BASES)
 """Top-level keys of a composed config."""
 DIRECTIVES = ("_target_", "_partial_", "_recursive_", "_convert_")
-"""Hydra's own keys. `_args_` is rejected: positional arguments cannot be checked by name."""
+"""Hydra's own keys. `_args_` is rejected, because positional arguments cannot be checked by name."""
 _KIND = inspect.Parameter
 EXTRAS = {
     "torchao": "optimizers",
@@ -66,30 +67,32 @@ EXTRAS = {
     "schedulefree": "optimizers",
     "pytorch_optimizer": "optimizers",
 }
-"""Packages that an option may need, and the extra of this package that installs them."""
+"""For each package that an option may need: the extra of `lightning-eff` that installs this package."""
 WRITTEN_FOLDERS = (
     "run_dir", "default_root_dir", "dirpath", "save_dir", "cache_dir", "root_dir", "log_dir", "dir",
     "offline_directory",
 )  # fmt: skip
-"""Keys whose value is a folder that a run writes to."""
+"""Keys whose value is a folder to which a run writes."""
 WRITTEN_NAMES = ("name", "version", "filename", "sub_dir")
-"""Keys whose value is appended to such a folder."""
+"""Keys whose value is appended to a folder to which a run writes."""
 HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
 SAMPLER, SAMPLER_BASE = "hydra.sweeper.sampler", "optuna.samplers.BaseSampler"
 CALLED = "hydra.sweeper.custom_search_space"
-"""Where Optuna's sweeper accepts the name of a function."""
+"""Key whose value, in the settings of Optuna's sweeper, is the name of a function to call."""
 LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
-"""Keys for which Python's logging builds classes, or writes to a file."""
+"""Keys with which Python's logging builds classes or writes to a file."""
 _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
-"""An interpolation whose resolver may return a mapping, and so a `_target_`; the excluded ones cannot."""
+"""An interpolation with a resolver that may return a mapping, and so a `_target_`. The pattern excludes
+resolvers that cannot return a mapping."""
 
 
 def check_config_values(values: dict[str, Any]) -> None:
-    """Check every class, key and type of a composed config; optimizers and schedulers become partials.
+    """Check every class, key and type of a composed config; turn optimizers and schedulers into partials.
 
     Raises:
         ConfigError: A value cannot be used.
     """
+    # YAML reads `.nan` as a float, which an annotation without a range would accept.
     for path, _, value in walk_leaves(values):
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError(path, value, allowed="a number")
@@ -108,13 +111,15 @@ def check_config_values(values: dict[str, Any]) -> None:
     ]
     for path, node, _ in nodes:
         _check_own_keys(path, node)
-    _check_trainer(values.get("trainer"))  # imports Lightning, for seconds: report the errors above first
+    # `_check_trainer` imports Lightning, which takes seconds, so the errors above are reported first.
+    _check_trainer(values.get("trainer"))
     for path, node, base in nodes:
         _check_node(path, node, (resolve_class(path, base),))
 
 
 def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and dictionary of each class that a group instantiates."""
+    """Yield the path and the settings of each class that a group instantiates."""
+    # A strategy may also be one of Lightning's names, such as `ddp`.
     if value is None or (group == "strategy" and isinstance(value, str)):
         return
     if not isinstance(value, dict):
@@ -140,7 +145,8 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_own_keys(path: str, node: Mapping[str, Any]) -> None:
-    """Reject a key that a class of this package lacks, without importing it: its YAML has all parameters."""
+    """Reject a key that a class of this package lacks, by the class's YAML, which lists all parameters."""
+    # A technique's YAML has the name of its module.
     module, _, class_name = str(node.get("_target_")).rpartition(".")
     file = CONF / path.partition(".")[0] / f"{module.rpartition('.')[2]}.yaml"
     written: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -193,19 +199,19 @@ def _check_node(path: str, node: dict[str, Any], bases: tuple[type, ...]) -> Non
         names = [f"{base.__module__}.{base.__qualname__}" for base in bases]
         expected = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         raise ConfigError(key=f"{path}._target_", value=target, allowed=f"a class derived from {expected}")
-    # These become partials: their first argument (parameters, optimizer) exists only during `fit`.
+    # Optimizers and schedulers become partials: their first argument exists only during `fit`.
     if issubclass(found, (Optimizer, LRScheduler)):
         node["_partial_"] = True
     _check_parameters(path, node, found, partial=bool(node.get("_partial_")))
 
 
 def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: bool) -> None:
-    """Check a node's keys and types; the first parameter of a partial cannot be set by the config."""
+    """Check a node's keys and types; the config cannot set the first parameter of a partial."""
     parameters, takes_any = _parameters(owner)
     names = list(parameters)[1 if partial else 0 :]
     try:
         hints = typing.get_type_hints(owner.__init__, include_extras=True)
-    except (NameError, TypeError, AttributeError):  # an annotation that cannot be evaluated at run time
+    except (NameError, TypeError, AttributeError):  # an annotation cannot be evaluated at run time
         hints = {}
     for key, value in node.items():
         if key in DIRECTIVES:
@@ -225,18 +231,20 @@ def _check_parameters(path: str, node: dict[str, Any], owner: type, *, partial: 
 
 
 def _check_nested(path: str, value: Any) -> bool:
-    """Check every `_target_` inside a mapping or list; return whether there was one."""
+    """Check every `_target_` inside a mapping or list; return whether there is a `_target_`."""
     if isinstance(value, dict) and "_target_" in value:
         _check_node(path, value, _nested_bases())
         return True
     children = [(f"{path}.{key}", item) for key, item in value.items()] if isinstance(value, dict) else []
     if isinstance(value, list):
         children = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    # A list, not a generator: `any` would stop at the first `_target_`, and all must be checked.
     inside = [_check_nested(*child) for child in children if isinstance(child[1], (dict, list))]
     return any(inside)
 
 
 def _nested_bases() -> tuple[type, ...]:
+    # Imported here, because these imports take seconds and many errors are found earlier.
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
     from torch.nn import Module
@@ -253,7 +261,7 @@ def _parameters(owner: type) -> tuple[Mapping[str, inspect.Parameter], bool]:
         return {}, False
     _, *others = inspect.signature(
         owner.__init__
-    ).parameters.items()  # the first one, by whatever name, is self
+    ).parameters.items()  # the first parameter is self, whatever its name is
     parameters = dict(others)
     return parameters, any(parameter.kind is _KIND.VAR_KEYWORD for parameter in parameters.values())
 
@@ -271,6 +279,7 @@ def walk_leaves(node: Any) -> list[tuple[str, str, Any]]:
         path, name, value = nodes.pop()
         if isinstance(value, Mapping):
             inside = [(f"{path}.{key}".lstrip("."), str(key), item) for key, item in value.items()]
+            # Reversed, because `pop` takes the last node first.
             nodes += reversed(inside)
         elif isinstance(value, list):
             nodes += reversed([(f"{path}[{index}]", name, item) for index, item in enumerate(value)])
@@ -283,8 +292,8 @@ def resolve_class(path: str, target: object) -> type:
     """Return the class that a `_target_` names.
 
     Raises:
-        ConfigError: It is not an importable name, or the name of something that is not a class.
-        EnvironmentLacksError: Its package is not installed, or its module needs another one.
+        ConfigError: The name cannot be imported, or is not the name of a class.
+        EnvironmentLacksError: A package of `EXTRAS` that the class needs is not installed.
 
     Example:
         >>> resolve_class("model", "os.system")
@@ -293,7 +302,7 @@ def resolve_class(path: str, target: object) -> type:
     """
     key = f"{path}._target_"
     try:
-        with patch("hydra.utils.log.error"):  # the error below says it
+        with patch("hydra.utils.log.error"):  # the error that is raised below has the same content
             found: Any = get_object(str(target))
     except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         cause = error.__cause__ or error
@@ -306,7 +315,7 @@ def resolve_class(path: str, target: object) -> type:
         module, _, name = str(target).rpartition(".")
         text = (str(cause).splitlines() or [""])[0] or type(cause).__name__
         reason = f"{text} (the current folder is on the import path)"
-        if module in sys.modules:  # imported, so only the name is wrong
+        if module in sys.modules:  # the module was imported, so only the name is wrong
             classes = [each for each, value in vars(sys.modules[module]).items() if isinstance(value, type)]
             reason = f"{module} has no {name!r}: {suggest_name(name, classes)}"
         raise ConfigError(key, target, allowed=f"a class that can be imported; {reason}") from error
@@ -319,6 +328,7 @@ def resolve_class(path: str, target: object) -> type:
 def check_inside(key: str, value: str, root: Path) -> None:
     """Reject a path that is not below `root` after following symbolic links."""
     check_path(key, value)
+    # A symbolic link inside `root` may lead to a folder outside of `root`.
     resolved = Path(value).resolve()
     if not resolved.is_relative_to(root):
         allowed = f"a folder under output_root={str(root)!r}"
@@ -326,7 +336,7 @@ def check_inside(key: str, value: str, root: Path) -> None:
 
 
 def check_folders(values: Mapping[str, Any], root: Path) -> None:
-    """Reject folders outside `root`, and names that lead out of their folder."""
+    """Reject folders outside of `root`, and names that lead out of their folder."""
     check_path("output_root", root)
     if values.get("task_name") == "":
         raise ConfigError(key="task_name", value="", allowed="a name, which becomes a folder's name")
@@ -335,13 +345,14 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
             continue
         if key in WRITTEN_FOLDERS:
             check_inside(path, value, root.resolve())
-        # model.name is only read: the name of a hub model, or a folder.
+        # `model.name` is only read; it is the name of a hub model, or a folder.
         if key in WRITTEN_NAMES and path != "model.name" and {"..", "/"} & {*Path(value).parts}:
             raise ConfigError(path, value, allowed="a name that does not leave its folder")
 
 
 def check_write_access(root: Path) -> None:
     """Reject an output root that cannot be written to or created."""
+    # The run would create missing folders, so check the nearest folder that exists.
     existing = next(folder for folder in (root.resolve(), *root.resolve().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         allowed = f"a folder with write access; {existing} has none"
@@ -349,12 +360,13 @@ def check_write_access(root: Path) -> None:
 
 
 def check_run_dir(cfg: DictConfig) -> None:
-    """Reject folders of a run or a sweep outside of `output_root`."""
+    """Reject a run's or a sweep's folder that is outside of `output_root`."""
     root = cfg.get("output_root")
     if not str(root or "").strip():
         allowed = "a folder; a recipe that builds on baseline has one"
         raise ConfigError(key="output_root", value=root, allowed=allowed, remedies=["output_root=outputs"])
     check_path("output_root", str(root))
+    # A recipe could otherwise start a sweep that the command line has not requested.
     if cfg.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError(key="hydra.mode", value="MULTIRUN", allowed="RUN; the option -m runs a sweep")
     folders = {"hydra.run.dir": cfg.hydra.run.dir, "hydra.sweep.dir": cfg.hydra.sweep.dir}
@@ -365,10 +377,10 @@ def check_run_dir(cfg: DictConfig) -> None:
 
 
 def check_hydra(section: Any) -> None:
-    """Check the classes in Hydra's own section, which is not resolved yet.
+    """Check the classes in Hydra's own section, whose interpolations are not resolved yet.
 
     Raises:
-        ConfigError: A class is not allowed there, is not a plugin, or depends on a resolver.
+        ConfigError: A key must not name a class, a class is not a plugin, or a resolver may return a class.
     """
     for name, kind in HYDRA_PLUGINS.items():
         node = section.get(name.rpartition(".")[2])
@@ -378,7 +390,7 @@ def check_hydra(section: Any) -> None:
             hint = suggest_name(str(target), known)
             allowed = f"a {kind.__name__} that is installed as a Hydra plugin; {hint}"
             raise ConfigError(f"{name}._target_", target, allowed=allowed)
-    # LD_PRELOAD or PYTHONPATH would run code in a worker. Hydra adds the variables that `env_copy` names.
+    # LD_PRELOAD or PYTHONPATH would run code in a worker. Hydra adds variables in `env_copy` to `env_set`.
     if variables := [*(section["job"].get("env_set") or ())]:
         allowed = "no variables, here or in env_copy: set them where you start the run"
         raise ConfigError("hydra.job.env_set", variables, allowed=allowed)

@@ -1,11 +1,11 @@
-"""A device's memory as its allocator reports it: held and cached bytes, and the peak.
+"""Memory statistics of a device's allocator: held bytes, cached bytes and the peak.
 
-CUDA is read through `torch.accelerator`, MPS through `torch.mps`. On the CPU, PyTorch allocates with the C
-library. glibc keeps freed blocks and returns them on `malloc_trim`; other C libraries have no such call, so
-there is no cache to empty.
+The statistics of CUDA come from `torch.accelerator`, and the statistics of MPS from `torch.mps`. On the CPU,
+PyTorch allocates with the C library. glibc keeps freed blocks until `malloc_trim` releases them. With other C
+libraries, which have no such call, the CPU counts as a device without a cache.
 
-A snapshot of CUDA's allocator lists every block. With recorded history it also has the stack that allocated
-the block, and earlier frees.
+A snapshot of CUDA's allocator lists every block. If the history was recorded, the snapshot also contains the
+stack trace of each allocation, and all earlier frees.
 """
 
 from __future__ import annotations
@@ -20,49 +20,51 @@ import torch
 from lightning_eff.core import host_memory
 
 HISTORY = 100_000
-"""Number of allocator events that are kept: about 50 MB of host memory."""
+"""Number of allocator events to record; they need about 50 MB of host memory."""
 
 
 @lru_cache(maxsize=1)
 def _glibc() -> ctypes.CDLL | None:
-    """Return the C library if it is a glibc that can trim its heap."""
+    """Return the C library if it is glibc with `malloc_trim`, else None."""
     if os.name != "posix":
         return None
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim"):
         return None
+    # ctypes would pass an int as a C int, but the parameter is a size_t.
     library.malloc_trim.argtypes = [ctypes.c_size_t]
     return library
 
 
 def has_cache(device: torch.device) -> bool:
-    """Return whether the device's allocator caches freed memory that `empty_cache` can return."""
+    """Return whether the device's allocator caches freed memory that `empty_cache` can release."""
     return _glibc() is not None if device.type == "cpu" else device.type in {"cuda", "mps"}
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the bytes unavailable to other processes: resident pages on the CPU, else reserved memory."""
+    """Return the bytes that other processes cannot use: resident pages on a CPU, reserved memory on a GPU."""
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     if device.type == "cuda":
         return torch.accelerator.memory_reserved(device)
     statm = Path("/proc/self/statm")
-    # The second number counts resident pages.
+    # The second number in /proc/self/statm counts resident pages.
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return a device's cached memory to its driver or operating system; the device must have a cache."""
+    """Release a device's cached memory to its driver or operating system; the device must have a cache."""
     if device.type == "mps":
         torch.mps.empty_cache()
     elif device.type == "cuda":
         torch.accelerator.empty_cache()
     elif (library := _glibc()) is not None:
-        library.malloc_trim(0)
+        library.malloc_trim(0)  # 0: keep no spare memory at the top of the heap
 
 
 def total_bytes(device: torch.device) -> int:
     """Return the memory of a device in bytes; on a CPU, the memory that this process may use."""
+    # GPU and CPU share their memory, so Metal has no fixed limit, but recommends a maximum.
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type == "cuda":
@@ -71,7 +73,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak of a device whose allocator records one."""
+    """Reset the peak statistic, if the device's allocator records a peak."""
     if device.type == "cuda":
         torch.accelerator.reset_peak_memory_stats(device)
 
@@ -82,7 +84,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def record_history(device: torch.device, *, is_on: bool) -> None:
-    """Start or stop recording the stack of each CUDA allocation, the last `HISTORY` of them."""
+    """Start or stop recording the stack traces of the last `HISTORY` CUDA allocations."""
     if device.type == "cuda":
         record = torch.cuda.memory._record_memory_history  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         record("all" if is_on else None, max_entries=HISTORY)

@@ -1,9 +1,10 @@
-"""Check arguments of constructors and functions against their annotations at the call.
+"""Check the arguments of a call against the annotations of the constructor or function.
 
-`every_n_steps: Count | None` states type, range and error message at once. `check_arguments` checks a
-constructor in a plain Trainer; config/validate.py checks the same annotations in a composed config, before
-anything is built. This module defines the suite's ranges, checks containers item by item (beartype samples
-one item), and describes in words what an annotation accepts; beartype checks every other type.
+An annotation such as `every_n_steps: Count | None` defines type, range and error message in one place. In a
+plain Trainer, the decorator `check_arguments` checks each constructor call. In a recipe, config/validate.py
+checks the same annotations before anything is built. This module defines the suite's ranges, and describes in
+words what an annotation accepts. Containers are checked item by item, because beartype samples only one item.
+All other types are checked by beartype.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ TEXTS: tuple[tuple[Any, str], ...] = (
 
 
 def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the keyword arguments of a constructor or function against their annotations before it runs.
+    """Check the keyword arguments of a constructor or function against their annotations before the call.
 
     Raises:
         ConfigError: An annotation does not accept its argument.
@@ -72,6 +73,7 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         hints = typing.get_type_hints(function, include_extras=True)
+        # Positional arguments are not checked, because they are `self` or the model.
         for name, value in kwargs.items():
             check_value(name, value, hints.get(name, Any))
         return function(*args, **kwargs)
@@ -80,25 +82,27 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_value(key: str, value: object, hint: Any, *, none: str = "None") -> None:
-    """Check the value of an argument or config key against an annotation; messages write None as `none`.
+    """Check the value of an argument or config key; in error messages, the text `none` stands for None.
 
     Raises:
-        ConfigError: The annotation does not accept it.
+        ConfigError: The annotation does not accept the value.
     """
     if not accepts(hint, value):
         raise ConfigError(key, value, allowed=describe(hint, none=none))
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Return whether an annotation accepts a value; NumPy numbers count, and a float accepts whole numbers.
+    """Return whether an annotation accepts a value.
 
-    A bool is not a number. A tuple accepts a list too, since YAML has no tuples.
+    NumPy's numbers are accepted as numbers, but a bool is not. An annotation `float` also accepts whole
+    numbers. An annotation `tuple` also accepts a list, since YAML has no tuples.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    # Before Python 3.14, `Union[int, str]` and `int | str` have different origins.
     if origin in (Union, types.UnionType):
         return any(accepts(arg, value) for arg in args)
     if origin is Literal:
-        # The type as well, since True == 1.
+        # Compare the type as well, since True == 1.
         return any(type(value) is type(arg) and value == arg for arg in args)
     items = _items(origin, args, value) if args else None
     if items is not None:
@@ -106,22 +110,23 @@ def accepts(hint: Any, value: Any) -> bool:
     base: Any = args[0] if origin is Annotated else hint
     if base in (int, float):
         kind: Any = numbers.Integral if base is int else numbers.Real
-        # A bool is a number in Python, but not a sensible setting.
+        # A bool is a number in Python, but makes no sense as a numeric setting.
         value = base(value) if isinstance(value, kind) and not isinstance(value, bool) else None
     try:
-        with warnings.catch_warnings():  # about a library's own annotations
+        with warnings.catch_warnings():  # beartype warns about old-style annotations of other libraries
             warnings.simplefilter("ignore", BeartypeDecorHintPep585DeprecationWarning)
             return is_bearable(value, hint)
-    except BeartypeException:  # not an annotation of types: it excludes nothing
+    except BeartypeException:  # beartype cannot read this annotation, so any value passes
         return True
 
 
 def _items(origin: Any, args: tuple[Any, ...], value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return a container's items with the annotation of each; None for a value to check as a whole."""
+    """Return each item of a container with its annotation, or None for a value that is not a container."""
     if origin is tuple and isinstance(value, (list, tuple)):
         items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         kinds = [args[0]] * len(items) if args[1:] == (...,) else list(args)
         return zip(kinds, items, strict=True) if len(kinds) == len(items) else None
+    # A string is iterable too, but no setting means a list of its characters.
     is_container = isinstance(origin, type) and issubclass(origin, Iterable) and not isinstance(value, str)
     if not (is_container and args and isinstance(value, origin) and isinstance(value, Collection)):
         return None
@@ -140,6 +145,7 @@ def describe(hint: Any, *, none: str = "None") -> str:
         >>> describe(tuple[BelowOne, BelowOne])
         'a list of 2 (a fraction from 0 up to 1)'
     """
+    # Compare the annotation first: `get_origin` of `Count` would only show `Annotated`.
     known = next((text for known, text in TEXTS if known == hint), "")
     if known:
         return none if hint is type(None) else known

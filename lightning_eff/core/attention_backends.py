@@ -1,15 +1,17 @@
-"""torch's rules for the kernel of `F.scaled_dot_product_attention`, as a table.
+"""A table of the rules by which torch chooses the kernel of `F.scaled_dot_product_attention`.
 
-torch tries backends by priority and takes the first one that rejects nothing. The last is math, which stores
-every score. `torch._fused_sdp_choice` returns that choice for tensors. This table returns it for shapes, with
-the reasons, for a device that need not be present. `callbacks/attention` and predictions use it.
+torch tries the backends in order of priority, and uses the first backend that does not reject the call. The
+last backend is math, which accepts every call and stores every score. `torch._fused_sdp_choice` returns the
+choice for existing tensors. This table needs only shapes, returns the reasons too, and covers devices that
+are not present. `callbacks/attention` and predictions use the table.
 
 Source: the headers of torch 2.13.0, and pytorch's aten/src/ATen/native/transformers files sdp_utils_cpp.cpp
-and cuda/sdp_utils.cpp as of summer 2026 (001f694), except for what the headers of 2.13 lack (memory-efficient
-attention with grouped heads, pytorch#191085). cuDNN comes first on compute capability 9 and 10 with cuDNN
-9.15.1 or later, which torch 2.11 and later for CUDA 13 includes; elsewhere it comes after math. Head sizes of
-129 to 256 are uncertain there; the table assumes flash, which saves the same tensors. Not covered: nested
-tensors, ROCm, storage offsets, `torch.use_deterministic_algorithms` (cuDNN rejects it).
+and cuda/sdp_utils.cpp as of summer 2026 (001f694). The table omits memory-efficient attention with grouped
+heads (pytorch#191085), which the headers of 2.13 lack. On compute capability 9 and 10, the cuDNN backend has
+the highest priority; on other GPUs it comes after math. That priority needs cuDNN 9.15.1 or later, which
+torch 2.11 and later for CUDA 13 includes. For head sizes of 129 to 256, torch's choice between cuDNN and
+flash is uncertain; the table assumes flash, which saves the same tensors. The table does not cover nested
+tensors, ROCm, storage offsets, or `torch.use_deterministic_algorithms` (the cuDNN backend rejects it).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ SDP = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION,
 }  # fmt: skip
-"""torch's name of each backend, in the order of torch's priority before a device is used."""
+"""torch's enum member of each backend, in torch's default order of priority, which a device may change."""
 BACKENDS = tuple(SDP)
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
@@ -36,24 +38,24 @@ ASK_FOR_SDPA = (
     "F.scaled_dot_product_attention in your own code, need_weights=False for nn.MultiheadAttention, "
     "attn_implementation='sdpa' for transformers"
 )
-"""Remedies that make modules with their own attention code use a fused backend."""
+"""Remedies that let a module with its own attention code use a fused backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The properties of a call that decide its backend.
+    """The properties of an attention call that determine its backend.
 
     Args:
-        query: Shape, `[B, H, T, E]`; math takes other numbers of axes too.
-        key: Shape, `[B, H, S, E]`, with fewer heads than the query's for grouped-query attention.
-        value: Shape, `[B, H, S, Ev]`.
-        dtype: Of query, key and value, after autocast.
-        mask: `causal` for `is_causal=True`, else the dtype of `attn_mask`.
-        mask_shape: Shape of `attn_mask`; None if every backend accepts it.
-        mask_requires_grad: Whether the mask is trained.
-        dropout: `dropout_p`.
+        query: Shape of the query, `[B, H, T, E]`; math also accepts other numbers of axes.
+        key: Shape of the key, `[B, H, S, E]`; in grouped-query attention, fewer heads than the query has.
+        value: Shape of the value, `[B, H, S, Ev]`.
+        dtype: Dtype of query, key and value after autocast.
+        mask: `causal` for `is_causal=True`, `none` without a mask, else `bool` or `float` for `attn_mask`.
+        mask_shape: Shape of `attn_mask`; None without a mask, or for a shape that every backend accepts.
+        mask_requires_grad: Whether `attn_mask` requires a gradient.
+        dropout: Dropout probability (`dropout_p`).
         requires_grad: Whether gradients will be computed.
-        enable_gqa: The argument of this name.
+        enable_gqa: The argument `enable_gqa` of the call.
         is_strided: Whether the last axis of query, key or value has a stride other than 1.
     """
 
@@ -74,7 +76,7 @@ class AttentionCall:
         cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> AttentionCall:  # fmt: skip
-        """Describe a call by its arguments, as in `F.scaled_dot_product_attention`.
+        """Describe a call by the arguments of `F.scaled_dot_product_attention`.
 
         Example:
             >>> x = torch.ones(2, 4, 16, 8)
@@ -85,8 +87,9 @@ class AttentionCall:
         kind = "bool" if attn_mask is not None and attn_mask.dtype == torch.bool else "float"
         device, dtype = query.device.type, query.dtype
         if dtype in AUTOCAST and torch.amp.is_autocast_available(device):
+            # torch casts the operands to the autocast dtype before it chooses a backend.
             is_on = torch.is_autocast_enabled(device)
-            dtype = torch.get_autocast_dtype(device) if is_on else dtype  # torch casts the operands to it
+            dtype = torch.get_autocast_dtype(device) if is_on else dtype
         return cls(
             query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), dtype=dtype,
             mask=kind if attn_mask is not None else "causal" if is_causal else "none",
@@ -100,15 +103,16 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a call, and why backends of higher priority rejected it."""
+    """The backend of a call, and the reasons for which backends of higher priority rejected the call."""
 
     backend: str
     rejected: dict[str, str]
-    """Reasons by backend, joined by `; `: keys of `RULES`, `not 4-D` and `switched off`."""
+    """For each backend, reasons joined by `; `. A reason is a key of `RULES`, `not 4-D` or `switched off`."""
 
 
 def _is_mask_shape_rejected(call: AttentionCall, _: int) -> bool:
-    """Return whether a mask is neither `[T, S]` nor `[B, H, T, S]`; any axis may be 1."""
+    """Return whether a mask's shape is neither `[T, S]` nor `[B, H, T, S]`; each axis may also be 1."""
+    # The scores are `[B, H, T, S]`; broadcasting aligns the mask with their last axes.
     shape, scores = call.mask_shape or (), (*call.query[:-1], call.key[2])
     fits = all(a in {b, 1} for a, b in zip(reversed(shape), reversed(scores), strict=False))
     return len(shape) not in {0, 2, 4} or not fits
@@ -125,8 +129,8 @@ def _is_size_rejected_by_cudnn(call: AttentionCall, _: int) -> bool:
 
 
 def _is_alignment_rejected(call: AttentionCall, capability: int) -> bool:
-    """Return whether a head does not end at a multiple of 16 bytes, which CUTLASS requires."""
-    # Elements in 16 bytes: 8 of 2 bytes, 4 of 4 bytes; older GPUs load float32 one by one.
+    """Return whether a head breaks the alignment to 16 bytes that CUTLASS requires."""
+    # 16 bytes hold 8 half-precision or 4 float32 elements; older GPUs load float32 elements one by one.
     alignment = 8 if call.dtype in HALF else 4 if capability >= 80 else 1
     return any(size % alignment for size in (call.query[3], call.value[3]))
 
@@ -138,6 +142,7 @@ def _is_backward_rejected(call: AttentionCall, capability: int) -> bool:
 
 
 def _is_dtype_rejected(call: AttentionCall, capability: int) -> bool:
+    # Capability 0 stands for a CPU. GPUs older than Ampere have no bfloat16.
     more = {0: (torch.bfloat16, torch.float64)}.get(capability, HALF if capability >= 80 else ())
     return call.dtype not in (torch.float16, torch.float32, *more)
 
@@ -165,11 +170,12 @@ RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
     "backward of large heads": _is_backward_rejected,
     "GPU older than Ampere": lambda _, capability: capability < 80,
 }
-"""What makes a backend reject a call, by reason. Axes of shapes are `[B, H, T, E]`."""
+"""For each reason to reject a call: a function of the call and the compute capability that returns whether
+the reason applies. The axes of shapes are `[B, H, T, E]`."""
 
 
 def switched_on() -> list[str]:
-    """Return the backends that are switched on now, in a `sdpa_kernel` context or globally, by priority."""
+    """Return the enabled backends in order of priority; `sdpa_kernel` or torch's global flags set them."""
     names = {backend: name for name, backend in SDP.items()}
     current = torch_private("torch.nn.attention:_cur_sdpa_kernel_backends", "callbacks/attention")
     return [names[each] for each in current(with_priority=True) if each in names]
@@ -199,9 +205,9 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
     Args:
         call: The call.
         capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
-        enabled: Backends that are not switched off, as in `switched_on`. An order different from `BACKENDS`
-            was set by `sdpa_kernel(..., set_priority=True)`. Without math, torch raises an error where this
-            function returns math.
+        enabled: Enabled backends, as `switched_on` returns them. An order that differs from `BACKENDS` comes
+            from `sdpa_kernel(..., set_priority=True)`. If math is disabled and this function returns math,
+            torch raises an error.
 
     Example:
         >>> shape = (2, 4, 512, 64)
@@ -211,12 +217,14 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
         >>> choose(call, 90)
         Choice(backend='flash', rejected={'cudnn': 'dropout not a multiple of 1/16'})
     """
+    # Bring shapes to 4 axes, so that the rules can index them; "not 4-D" still rejects the fused backends.
     query, key, value = (((1,) * 4 + shape)[-4:] for shape in (call.query, call.key, call.value))
     in_4d = replace(call, query=query, key=key, value=value)
     general = ["not 4-D"] if len(call.query) != 4 else []
     rules: Mapping[str, tuple[str, ...]] = _CUDA if capability else _CPU
-    has_cudnn = capability // 10 in {9, 10}  # elsewhere it comes after math
+    has_cudnn = capability // 10 in {9, 10}  # on other GPUs, cuDNN comes after math
     order: Sequence[str] = [backend for backend in rules if has_cudnn or backend != "cudnn"]
+    # Another order than the default comes from the user, and replaces the device's order.
     if capability and list(enabled) != [name for name in BACKENDS if name in enabled]:
         order = enabled
     rejected: dict[str, str] = {}

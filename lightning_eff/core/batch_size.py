@@ -1,4 +1,4 @@
-"""Number of loader batches, and of micro-batches, per optimizer step on each rank."""
+"""Compute the numbers of loader batches and micro-batches per optimizer step on each rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def batches_per_step(
     Args:
         global_batch_size: Samples per step, on all ranks.
         batch_size: Samples per batch, on each rank.
-        num_ranks: Number of ranks; each has its own batches.
-        key: Setting to name in the error; remedies are for `global_batch_size`.
+        num_ranks: Number of ranks; each rank has its own batches.
+        key: Setting that the error names; the error has remedies only for `global_batch_size`.
 
     Raises:
         ConfigError: `global_batch_size` is not a multiple of the samples in one batch per rank.
@@ -37,13 +37,15 @@ def batches_per_step(
     count, remainder = divmod(global_batch_size, unit)
     if not remainder:
         return count
+    # Propose the nearest multiples below and above; zero is not a batch size.
     multiples = [multiple * unit for multiple in (count, count + 1) if multiple]
     ranks = f" x {num_ranks} ranks" if num_ranks > 1 else ""
     allowed = f"a multiple of {unit} (batches of {batch_size}{ranks}): {' or '.join(map(str, multiples))}"
     remedies: list[Remedy] = []
     if key.endswith("global_batch_size"):
         on_rank, rest = divmod(global_batch_size, num_ranks)
-        if on_rank and not rest:  # the same training: the largest batch that divides a rank's samples
+        # Propose the largest batch that divides a rank's samples: the global batch then stays the same.
+        if on_rank and not rest:
             fits = next(size for size in range(min(batch_size, on_rank), 0, -1) if on_rank % size == 0)
             remedies.append(Remedy(f"data.batch_size={fits}", f"batch_size={fits}"))
         remedies += [
@@ -54,15 +56,15 @@ def batches_per_step(
 
 
 def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: int | None = None) -> None:
-    """Reject a config whose global batch does not fit each number of ranks, before any rank starts.
+    """Reject a global batch that does not fit every possible number of ranks, before any rank starts.
 
-    Only this package's data modules are known to have `data.batch_size` samples per batch on each rank. For
-    others, the callback checks the loader during the run.
+    Only data modules of this package are checked before the run: their `data.batch_size` is known to be the
+    batch size per rank. For other data modules, GradientAccumulation checks the loader during the run.
 
     Args:
         values: A run's config.
         least_ranks: Number of ranks that are started.
-        most_ranks: Largest number of ranks, if it may change during the run.
+        most_ranks: Largest number of ranks of an elastic job; None if the number of ranks is fixed.
 
     Raises:
         ConfigError: As in `batches_per_step`.
@@ -87,6 +89,7 @@ def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: 
     # An elastic job may have any of these numbers of ranks.
     if all(size % (batch_size * count) == 0 for count in counts):
         return
+    # A multiple of this unit fits every number of ranks in the range.
     unit = batch_size * math.lcm(*counts)
     allowed = (
         f"a multiple of {unit}, to fit any of {least_ranks} to {most_ranks} ranks (batches of {batch_size})"
@@ -112,8 +115,9 @@ def micro_batches_per_step(values: Mapping[str, Any], num_ranks: int) -> int:
     count = accumulation.get("num_batches") or (values.get("trainer") or {}).get("accumulate_grad_batches")
     count = count or 1
     if isinstance(batch_size, int) and isinstance(global_size, int):
+        # A global batch size has precedence over the Trainer's accumulate_grad_batches.
         count = max(1, math.ceil(global_size / (batch_size * num_ranks)))
     if isinstance(batch_size, int) and isinstance(micro_size, int):
-        # Rounded up: the last micro-batch of a batch may be smaller.
+        # Round up, since the last micro-batch of a batch may be smaller.
         count *= max(1, math.ceil(batch_size / micro_size))
     return count

@@ -1,19 +1,20 @@
-"""Record the state that a call of a module depends on, besides its input tensors, to compute the call again.
+"""Record the state that a module's call depends on, besides its input tensors, to recompute the call.
 
-Gradient checkpointing and `callbacks/tiled_mlp` recompute calls with it; microbatching's mean check compares
-calls. Recorded at the call:
+Gradient checkpointing and `callbacks/tiled_mlp` use the record to recompute calls; the mean check of
+microbatching uses it to repeat a call. The record contains:
 
 - attributes of the module and of all modules inside it (flags, conditions, active adapters, swapped
   parameters, forward hooks),
-- the content of lists, dicts, sets and deques in them and in the inputs, at any depth,
+- the content of lists, dicts, sets and deques in these attributes and in the inputs, at any depth,
 - attributes of objects among the inputs,
-- which parameters are trained,
-- the state of random generators (the modules' own, NumPy's and Python's; checkpoint handles torch's).
+- `requires_grad` of each parameter,
+- the states of the modules' own random generators, of NumPy's and of Python's (`torch.utils.checkpoint`
+  handles torch's generators).
 
-For the second computation this state is reinstated. Afterwards the state from before it returns, without the
-writes of that computation. Tensors are referenced, not copied. Exceptions are buffers and other tensors of
-modules that are not parameters: a forward may write to them (batch statistics, counters). If any other tensor
-has changed, the call is not computed again.
+The recorded state is reinstated for the recomputation. After the recomputation, the current state is
+restored, so that writes of the recomputation are lost. Parameters and inputs are referenced, not copied. A
+module's buffers and other tensors are copied, because a forward may write to them (batch statistics,
+counters). If a tensor without a copy has changed, the recomputation raises an error.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from lightning_eff.core.errors import EXIT_FAILED
 from lightning_eff.core.random_states import numpy_state, set_numpy_state
 
 STATISTICS = ("running_mean", "running_var")
-"""Buffers that batch normalization changes without increasing their version."""
+"""Buffers that batch normalization changes without increasing their `_version`."""
 _BASE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _HELD = ("_parameters", "_buffers", "_modules", *(name for name in _BASE if name.startswith("_forward_")))
-"""Attributes of every module whose contents a forward depends on."""
+"""Dictionaries of `nn.Module` on which a forward depends."""
 
 
 class RecomputationError(RuntimeError):
@@ -51,7 +52,7 @@ class RecomputationError(RuntimeError):
 
 
 class CallState:
-    """Records the state that a call depends on; `again` reinstates it.
+    """Records the state that a call depends on; `again` reinstates this state.
 
     Args:
         module: The module that is called.
@@ -63,7 +64,7 @@ class CallState:
         self._parts = list(module.modules())
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[Tensor, int, bool]] = {}
-        """By id: the tensor, its version, and whether it required a gradient."""
+        """For each tensor's id: the tensor, its version, and whether the tensor required a gradient."""
         self._copies: dict[int, Tensor] = {}
         self._statistics: set[int] = set()
         self._known: set[int] = set()
@@ -83,7 +84,7 @@ class CallState:
             for name in _HELD:
                 if held := attributes.get(name):
                     self._note(held)
-            if isinstance(part, torch.jit.ScriptModule):  # it creates its tensors again at each access
+            if isinstance(part, torch.jit.ScriptModule):  # each access creates new tensor objects
                 read = functools.partial(_scripted_buffers, part)
                 self._states.append((read, functools.partial(_set_scripted_buffers, part), read()))
                 continue
@@ -95,12 +96,12 @@ class CallState:
             self._note(value, has_objects=True)
 
     def _copy(self, value: Any) -> None:
-        """Copy a tensor that a forward may write to, until `end_forward`."""
+        """Copy a tensor that a forward may write to; `end_forward` drops the copy of an unchanged tensor."""
         if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, nn.Parameter):
             self._copies[id(value)] = value.detach().clone()
 
     def _note(self, value: Any, *, has_objects: bool = False) -> Any:
-        """Record a value; return it, or the object to use for it when it is reinstated."""
+        """Record a value; return the object to reinstate, which is usually the value itself."""
         kind = _kind(type(value))
         if kind == "tensor":
             # Detach: a value that a module keeps across steps would otherwise hold the graphs of all earlier
@@ -135,7 +136,7 @@ class CallState:
                 content[key] = self._note(item, has_objects=has_objects)
 
     def end_forward(self) -> None:
-        """Keep copies only of tensors that the forward has changed."""
+        """Drop the copies of tensors that the forward has not changed."""
         self._copies = {
             key: copy
             for key, copy in self._copies.items()
@@ -144,7 +145,7 @@ class CallState:
 
     @contextmanager
     def again(self, name: str) -> Generator[None]:
-        """Reinstate the recorded state inside this context; errors name the module by `name`.
+        """Reinstate the recorded state inside this context; errors show `name` as the module's name.
 
         Raises:
             RecomputationError: A tensor that has no copy was written to in place.
@@ -156,13 +157,16 @@ class CallState:
                     " forward pass and the backward pass, where it is computed again: change it after the"
                     " backward pass, or write to a copy"
                 )
+        # Clone again, because this recomputation may write too, and another recomputation may follow.
         copies = {key: copy.clone() for key, copy in self._copies.items()}
         before = [
             (container, _reinstate(container, content, copies)) for container, content in self._contents
         ]
+        # Dictionaries that were added after the call, such as hooks, are empty during the recomputation.
         new = [held for part in self._parts for key in _HELD if (held := vars(part).get(key))]
         new = [held for held in new if isinstance(held, dict) and id(held) not in self._known]
         before += [(held, _reinstate(held, {}, {})) for held in new]
+        # `requires_grad` can be set only on leaves.
         flags = [(t, need) for t, _, need in self._tensors.values() if t.requires_grad != need and t.is_leaf]
         states = [(write, read()) for read, write, _ in self._states]
         try:
@@ -187,9 +191,9 @@ class CallState:
 
 @contextmanager
 def oldest_graphs_first() -> Generator[None]:
-    """Make a compiled block try its graphs in order of compilation, not of last use.
+    """Make a compiled block try its graphs in the order of compilation, not in the order of last use.
 
-    Otherwise the recomputation could use another graph than the first call, if several accept the inputs.
+    Otherwise, if several graphs accept the inputs, the recomputation could run another graph than the call.
     """
     frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
@@ -201,14 +205,18 @@ def oldest_graphs_first() -> Generator[None]:
 
 
 def stops_early(module: nn.Module) -> bool:
-    """Return whether a recomputation may stop when the last tensor is saved: RReLU fills it later."""
+    """Return whether a recomputation may stop after autograd has saved the last tensor.
+
+    A recomputation with RReLU must continue, because RReLU fills its tensor of slopes after it was saved.
+    """
+    # A forward's code object has the names that the forward calls, such as `F.rrelu` or `torch.rrelu_`.
     codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]
     return not any("rrelu" in name for code in codes if code is not None for name in code.co_names)
 
 
 @functools.lru_cache(maxsize=1024)
 def _kind(kind: type) -> str:
-    """Return how values of a class are recorded; empty if they are not."""
+    """Return how values of a class are recorded, or an empty string if they are not recorded."""
     kinds = {
         "tensor": Tensor,
         "tuple": tuple,
@@ -216,16 +224,18 @@ def _kind(kind: type) -> str:
         "generator": (torch.Generator, random.Random, np.random.RandomState, np.random.Generator),
         "": (nn.Module, ModuleType, type, NoneType, int, float, str),
     }
+    # Callables, such as functions, are not recorded, although they have a `__dict__`.
     other = "" if issubclass(kind, Callable) else "object"
     return next((name for name, classes in kinds.items() if issubclass(kind, classes)), other)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count."""
+    """Return how often a tensor was changed in place; 0 for inference tensors, which have no counter."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def _scripted_buffers(part: nn.Module) -> dict[str, Tensor]:
+    # Clone: the tensors share the memory to which the scripted forward writes.
     return {name: buffer.detach().clone() for name, buffer in part.named_buffers(recurse=False)}
 
 
@@ -240,11 +250,11 @@ def _content(container: Any) -> Any:
 
 
 def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
-    """Set a container's content, with copies of tensors by id; return its previous content."""
+    """Set a container's content and return its previous content; `copies` replaces tensors by their id."""
     now = _content(container)
     if not isinstance(container, dict):
         new = [copies.get(id(value), value) for value in content]
-        # Only if it differs: a set that is filled again may have another order.
+        # Refill the container only if its content differs: a refilled set may have another order.
         if len(now) != len(new) or not all(map(operator.is_, now, new)):
             container.clear()
             (container.update if isinstance(container, set) else container.extend)(new)
@@ -252,11 +262,11 @@ def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> An
     new = {key: copies.get(id(value), value) for key, value in content.items()}
     if list(now) == list(new) and all(map(operator.is_, now.values(), new.values())):
         return now
-    # FSDP2 swaps shards and full parameters itself.
+    # Leave sharded parameters as they are: FSDP2 swaps shards and full parameters itself.
     values = (*now.values(), *new.values())
     if not any(isinstance(value, DTensor) and isinstance(value, nn.Parameter) for value in values):
         kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-        kind.clear(container)  # called on the base class: a subclass may forbid it
+        kind.clear(container)  # called on the base class: a subclass may forbid `clear`
         for key, value in new.items():
             kind.__setitem__(container, key, value)
     return now

@@ -1,4 +1,4 @@
-"""Lists of verbs, recipes, techniques and options, read from the files without importing torch."""
+"""List verbs, recipes, techniques and options by reading their files, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
-"""Groups of which a run may list several options; an option is a key of the group's dictionary."""
+"""Groups from which a run may list several options; each option is a key of the group's dictionary."""
 OPTIONAL_GROUPS = ("launch", "experiment")
-"""Single-option groups that a recipe need not list. Experiments are the user's own and composed last."""
+"""Single-option groups that a recipe need not list. Experiments are the user's files, composed last."""
 LEDGER_FILE = "efficiency.json"
 """File with the efficiency report in a run's folder."""
 RESOLVED = "resolved.yaml"
-"""File in a run's folder with the values it was built from: a recipe without defaults. `export`,
-`validate`, `test`, `predict` and `generate` build the model from it."""
+"""File in a run's folder with the resolved config that the run was built from, as a recipe without defaults.
+The verbs `export`, `validate`, `test`, `predict` and `generate` build the model from this file."""
 
 
 CONF, RECIPES, CONSTRAINTS = (
     PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
     for name in ("conf", "recipes", "constraints.txt")
 )
-"""Folders and a file in the installed package, or next to it in a checkout."""
+"""Paths inside the installed package or, in a checkout, next to the package."""
 
 
 def read_ledger(run: Path) -> dict[str, Any]:
-    """Return the efficiency report in a run's folder, which a failed run writes too; empty without one."""
+    """Return the efficiency report in the folder of a run or failed run; empty if there is no report."""
     file = run / LEDGER_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
@@ -43,15 +43,16 @@ RUN_TIME = "%Y-%m-%d_%H-%M-%S-%f"
 
 
 def began(run: Path) -> tuple[str, int]:
-    """Return when a run started and its number in a sweep, to sort runs; both are read from folder names.
+    """Return a run's start time and its number in a sweep, to sort runs; both are read from folder names.
 
-    File times change when files are copied, or with the clock; they are used only for folders that the user
-    has named.
+    If the user has named the folder, the start time is the folder's modification time. The modification time
+    is only a fallback, because it changes when the folder is copied.
 
     Example:
         >>> began(Path("outputs/lm/sweep_2026-11-27_01-02-03-000000/7"))
         ('2026-11-27_01-02-03-000000', 7)
     """
+    # A run of a sweep has its number as its name, below the sweep's folder.
     number = int(run.name) if run.name.isdecimal() else -1
     found = re.search(r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(-\d+)?", run.parent.name if number >= 0 else run.name)
     # A folder that the user named has no time in its name.
@@ -61,9 +62,9 @@ def began(run: Path) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A recipe (`lm`), an option, or a technique, which is named after its module (`callbacks/empty_cache`).
+    """A recipe (`lm`), an option, or a technique with the name of its module (`callbacks/empty_cache`).
 
-    `use` is the argument or command to type.
+    `use` is the argument or command that selects the entry.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Entry:
 
 def module_docstring(module: Path) -> str:
     """Return a module's docstring without importing it."""
-    # Not ast.get_docstring: parsing 60 modules takes a third of the time of `ls`.
+    # Why not ast.get_docstring: parsing 60 modules takes a third of the time of `ls`.
     _, docstring, _ = module.read_text(encoding="utf-8").split('"""', 2)
     return inspect.cleandoc(docstring)
 
@@ -86,7 +87,7 @@ def verbs() -> dict[str, str]:
 
 
 def recipes(folders: Sequence[Path] = ()) -> list[Entry]:
-    """Return the recipes in the user's folders, and the shipped ones."""
+    """Return the recipes in the user's folders and the recipes of this package."""
     uses = {folder: f" --config-dir {folder}" for folder in folders} | {RECIPES: ""}
     return [
         Entry(file.stem, "recipe", yaml_header(file), f"lightning-eff train {file.stem}{use}")
@@ -98,6 +99,7 @@ def recipes(folders: Sequence[Path] = ()) -> list[Entry]:
 def options(folders: Sequence[Path] = ()) -> list[Entry]:
     """Return every option of every group, including techniques; options in the user's folders come first."""
     found: list[Entry] = []
+    # A user's folder may have other subfolders, such as hydra/, which are no groups of this package.
     groups = {*OPTIONAL_GROUPS, *(folder.name for folder in CONF.iterdir())}
     files = [file for folder in (*folders, CONF) for file in sorted(folder.glob("*/*.yaml"))]
     for file in (file for file in files if file.parent.name in groups):
@@ -124,15 +126,15 @@ def use_of(option: str) -> str:
 
 @functools.cache
 def techniques_with(attribute: str) -> dict[str, Any]:
-    """Import the classes of techniques whose files define an attribute or method of the class; by name.
+    """Import and return, by technique, the classes whose source defines an attribute or method.
 
-    Other modules are not imported: some take seconds.
+    The modules of other techniques are not imported, because some imports take seconds.
     """
     import yaml  # not needed by `ls`
 
     found: dict[str, Any] = {}
     for name in (entry.name for entry in options() if entry.kind == "technique"):
-        # The text decides, since importing all techniques takes seconds.
+        # Search the source text, since importing all techniques takes seconds.
         text = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
         if re.search(rf"^    (def )?{attribute}\b", text, re.MULTILINE):
             target: str = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))["_target_"]
@@ -153,6 +155,7 @@ def yaml_parameters(file: Path) -> list[tuple[str, str, str]]:
     """Return key, default and comment of every parameter in a YAML file."""
     found: list[tuple[str, str, str]] = []
     for line in file.read_text(encoding="utf-8").splitlines():
+        # Keys that start with an underscore, such as `_target_`, are Hydra's and do not match.
         match = re.match(r"([a-z]\w*):\s*(.*?)\s*(?:\s#\s*(.*))?$", line)
         if match and match[1] not in ("defaults", "hydra"):
             found.append((match[1], match[2], match[3] or ""))
@@ -160,10 +163,11 @@ def yaml_parameters(file: Path) -> list[tuple[str, str, str]]:
 
 
 def parameter_keys() -> list[str]:
-    """Return every parameter of every option by its path on the command line."""
+    """Return the command-line paths of all parameters of all options."""
     keys: list[str] = []
     for entry in options():
         group, _, name = entry.name.partition("/")
+        # A group with one option has no key for the option: `optimizer.lr`, but `callbacks.micro_batch.keep`.
         path = f"{group}.{name}" if group in MULTI_CHOICE_GROUPS else group
         keys += [f"{path}.{key}" for key, _, _ in yaml_parameters(CONF / group / f"{name}.yaml")]
     return sorted(set(keys))
@@ -171,6 +175,7 @@ def parameter_keys() -> list[str]:
 
 def entry_details(entry: Entry, folders: Sequence[Path] = ()) -> dict[str, Any]:
     """Return name, kind, summary, full text and parameters of an entry, in plain types."""
+    # The user may have replaced a recipe or an option of this package.
     files = (folder / f"{entry.name}.yaml" for folder in (*folders, RECIPES, CONF))
     file = next(file for file in files if file.is_file())
     if entry.kind == "recipe":

@@ -1,20 +1,21 @@
-"""A checkpoint's stamp: the classes of its optimizers, and the states of this package's callbacks.
+"""The stamp in a checkpoint: the classes of the optimizers, and the states of this package's callbacks.
 
-The rest of a checkpoint does not depend on the techniques, so a run may resume it with any other set of them.
-The stamp has its own key, which stock Lightning ignores. The state of another optimizer is rejected before
-any of it is used: Lightning would assign the entries that happen to fit.
+The rest of a checkpoint does not depend on the techniques, so a run may resume it with other techniques. The
+stamp has its own key in the checkpoint, which stock Lightning ignores. The state of another optimizer class
+is rejected before it is loaded, because Lightning would load the entries that happen to match.
 
-The states of this package's callbacks are stored there too. Among the states of Lightning's callbacks, each
-would make a Trainer without that callback warn.
+The stamp also contains the states of this package's callbacks. Among the states of Lightning's callbacks,
+such a state would cause a warning in a Trainer without this callback.
 
-If `max_steps` ends a run, Lightning 2.6 saves it as if its epoch were complete, wherever in the epoch it was.
-A resumed run would skip the rest of that epoch and, with a stateful loader, the start of the next one. At the
-end of an epoch it would draw one batch of the next and skip the others. So such a checkpoint is read as if
-`every_n_train_steps` had saved it after that batch, from where Lightning resumes correctly.
+If `max_steps` ends a run in the middle of an epoch, Lightning 2.6 saves the epoch as complete. A resumed run
+would skip the rest of that epoch and, with a stateful loader, the start of the next epoch. If `max_steps`
+ends a run at the end of an epoch, the resumed run would draw one batch of the next epoch and skip the rest.
+So a checkpoint at `max_steps` is loaded as if `every_n_train_steps` had saved it after the last batch, since
+Lightning resumes correctly from such a checkpoint.
 
-Why not a callback that observes: its empty hooks cost microseconds per step, and a single technique in a
-plain Trainer would have no stamp. Instead, each callback uses `save_stamp` and `load_stamp` as its hooks. The
-content of a stamp is untrusted data: it is only compared, and shortened for display.
+Why not a separate callback: its empty hooks would cost microseconds per step, and a plain Trainer with a
+single technique would write no stamp. Instead, each callback uses `save_stamp` and `load_stamp` as its hooks.
+The class names in a stamp are untrusted data: this module only compares them, and shortens them for messages.
 """
 
 from __future__ import annotations
@@ -35,25 +36,27 @@ KEY = "lightning_eff"
 """Key of the stamp in a checkpoint."""
 LIGHTNING_VERSION = "pytorch-lightning_version"
 MAX_CHARACTERS = 60
-"""Longest class name of a checkpoint that a message shows."""
+"""Number of characters of a saved class name that a message shows."""
 
 
 def save_stamp(
     self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
 ) -> None:
-    """Write the stamp, and move this callback's state into it: the hook `on_save_checkpoint`."""
+    """Write the stamp and move this callback's state into the stamp; used as `on_save_checkpoint`."""
     del pl_module
     stamp = checkpoint.setdefault(KEY, {})
     stamp["optimizers"] = [state_layout(optimizer) for optimizer in trainer.optimizers]
+    # Lightning has added this callback's state before it calls this hook.
     state = checkpoint.get("callbacks", {}).pop(self.state_key, None)
     if state:
         stamp.setdefault("states", {})[name_of(self)] = state
 
 
 def state_layout(optimizer: Any) -> str:
-    """Return the class name that defines the layout of an optimizer's state; a class is accepted too.
+    """Return the name of the class that defines the layout of an optimizer's state.
 
-    A wrapper has the layout of its inner optimizer, whose class is its attribute `kind_behind`.
+    The argument may be an optimizer or its class. The state of a wrapper has the layout of its inner
+    optimizer, whose class is the wrapper's attribute `kind_behind`.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     kind = getattr(optimizer, "kind_behind", None) or kind
@@ -63,8 +66,9 @@ def state_layout(optimizer: Any) -> str:
 def load_stamp(
     self: pl.Callback, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any
 ) -> None:
-    """Restore this callback's state and the position in the epoch: the hook `on_load_checkpoint`."""
+    """Restore this callback's state and the position in the epoch; used as `on_load_checkpoint`."""
     del pl_module
+    # In this order: the second function recognizes an epoch end by counts that the first completes.
     count_untrained_batches(checkpoint)
     undo_premature_epoch_end(trainer, checkpoint)
     state = nested_dict(checkpoint, KEY, "states").get(name_of(self))
@@ -72,16 +76,16 @@ def load_stamp(
         checkpoint["callbacks"].setdefault(self.state_key, state)
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver._every_n_train_steps:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            # Lightning 2.6 forgets it, and would save the same step again within the next window.
+            # Lightning 2.6 forgets the last saved step, and would save it again within the next window.
             saver._last_global_step_saved = checkpoint["global_step"]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     check_on_restore(trainer)
 
 
 def check_on_restore(trainer: pl.Trainer) -> None:
-    """Check the optimizers right before their states are loaded; several calls cause one check.
+    """Make the Trainer check optimizers and weights right before it loads optimizer states.
 
-    The load then raises a ConfigError for another optimizer's state, and a CheckpointError for non-finite
-    trained weights.
+    The check raises a ConfigError if a state is from another optimizer class, and a CheckpointError if
+    trained weights are not finite. Several calls of this function add a single check.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
@@ -89,6 +93,7 @@ def check_on_restore(trainer: pl.Trainer) -> None:
     load_states = strategy.load_optimizer_state_dict
 
     def check_and_load(checkpoint: Mapping[str, Any]) -> None:
+        # Restore the class's method, so that the check runs once and a later load can be checked again.
         del strategy.load_optimizer_state_dict
         states = checkpoint.get("optimizer_states") or ()
         parameters = trainer.lightning_module.named_parameters()
@@ -101,7 +106,7 @@ def check_on_restore(trainer: pl.Trainer) -> None:
             check_optimizers(trainer.optimizers, states, names=names)
             load_states(checkpoint)
         except Exception:
-            # Nothing was trained, but a checkpoint saved now would be the newest one.
+            # Nothing was trained, but a checkpoint saved now would be the newest checkpoint.
             save_nothing_on_exception(trainer)
             raise
 
@@ -109,7 +114,7 @@ def check_on_restore(trainer: pl.Trainer) -> None:
 
 
 def save_nothing_on_exception(trainer: pl.Trainer) -> None:
-    """Prevent all callbacks from saving the state of a run that fails now."""
+    """Prevent ModelCheckpoint callbacks from saving a checkpoint when the run fails."""
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint):
             saver.save_on_exception = False
@@ -118,15 +123,16 @@ def save_nothing_on_exception(trainer: pl.Trainer) -> None:
 def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names: Any = None) -> None:
     """Check the number of saved optimizer states and, if the checkpoint has `names`, their classes.
 
-    Lightning 2.6 ignores states beyond the number of optimizers, and torch assigns the state of any class.
-    torch itself rejects other groups or numbers of parameters.
+    Lightning 2.6 ignores extra optimizer states, and torch loads a state that another optimizer class saved.
+    By itself, torch rejects only a state with other parameter groups or another number of parameters.
 
     Raises:
-        ConfigError: The number or a class differs.
+        ConfigError: The number of states or an optimizer's class differs.
     """
     if states and len(states) != len(optimizers):
         now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(states)))
         raise _mismatch(now, f"{before}, as in the checkpoint")
+    # A checkpoint of stock Lightning has no names; then the number of states is all that is known.
     if isinstance(names, list) and len(names) == len(states):
         for optimizer, name in zip(optimizers, names, strict=False):
             own = state_layout(optimizer)
@@ -142,10 +148,10 @@ def _mismatch(value: str, expected: str) -> ConfigError:
 
 
 def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
-    """Count batches that were skipped as if they had been trained; a second call changes nothing.
+    """Count skipped batches as trained batches in a checkpoint's progress; a second call changes nothing.
 
-    Lightning 2.6 counts a batch of None as not started, and one that `on_train_batch_start` rejects as not
-    completed. Both would hide that the run was saved at the end of a batch.
+    In Lightning 2.6, a batch of None is not counted as started, and a batch that `on_train_batch_start`
+    rejects is not counted as completed. A checkpoint with such counts seems to be saved during a batch.
     """
     loop = nested_dict(checkpoint, "loops", "fit_loop")
     epoch = nested_dict(loop, "epoch_progress", "total")
@@ -153,11 +159,12 @@ def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
     keys = ("ready", "started", "processed", "completed")
     if any(not isinstance(counts.get(key), int) for counts in (epoch, total, current) for key in keys):
         return
-    # Otherwise a batch was in progress, and is trained again on a resume.
+    # If these counts differ, a batch was in progress; the resumed run trains this batch again.
     if current["processed"] == current["ready"]:
         current["started"] = current["ready"]
         if epoch["processed"] == epoch["started"]:
             current["completed"] = current["ready"]
+    # All batches of earlier epochs (`ready` of total minus current) count; add the counts of this epoch.
     total |= {key: total["ready"] - current["ready"] + current[key] for key in keys}
 
 
@@ -172,7 +179,7 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
         nested_dict(loop, key)
         for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
     )
-    # What Lightning 2.6 saves at max_steps: the epoch counts as processed, its last batch as completed.
+    # At max_steps, Lightning 2.6 saves the epoch as processed and the last batch as completed.
     for progress, keys in (
         (epochs, ("ready", "started", "processed")),
         (batches, ("ready", "processed", "completed")),
@@ -180,11 +187,12 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
         counts = [nested_dict(progress, "total").get(key) for key in keys]
         if not isinstance(counts[0], int) or counts[0] < 1 or counts.count(counts[0]) < len(counts):
             return
+    # Without a limit of steps, an epoch that ended with its last batch is complete.
     if batches.get("is_last_batch", True) and trainer.max_steps == -1:
         return
     for part in ("total", "current"):
         epoch, batch = nested_dict(epochs, part), nested_dict(batches, part)
-        # One epoch and one batch fewer, as after any other batch within an epoch.
+        # Subtract one epoch and one batch, as in a checkpoint after any other batch of an epoch.
         epoch["processed"] = epoch["completed"] = epoch["started"] - 1
         batch["completed"] = batch["processed"] - 1
     if "_batches_that_stepped" in inner:
@@ -192,7 +200,7 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
 
 
 def nested_dict(value: Any, *keys: str) -> dict[str, Any]:
-    """Return the dictionary under nested keys of a checkpoint, or an empty one."""
+    """Return the dictionary under nested keys of a checkpoint, or an empty dictionary."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]

@@ -1,9 +1,9 @@
 """A compiled forward or method of a module, which can be copied and saved with the module.
 
-`callbacks/torch_compile` uses it. Why not `nn.Module.compile()`: it silently does nothing for modules of
-PyTorch's own classes (`TransformerEncoderLayer`, `CrossEntropyLoss`), and it compiles hooks too, including
-checkpointing's. Why not a bare `torch.compile(module.forward)` on the instance: a copy of the module would
-still run the original's weights.
+`callbacks/torch_compile` uses this class. Why not `nn.Module.compile()`: it silently does nothing for modules
+of PyTorch's own classes, such as `TransformerEncoderLayer`. `nn.Module.compile()` would also compile hooks,
+such as the hooks of gradient checkpointing. Why not a bare `torch.compile(module.forward)` on the instance: a
+copy of the module would still use the weights of the original module.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ class CompiledCall:
 
     def __init__(self, method: Callable[..., Any], options: dict[str, Any]) -> None:
         self.__wrapped__ = method
-        """The original method: `inspect.signature` and Lightning's `is_overridden` unwrap it."""
+        """The original method; `inspect.signature` and Lightning's `is_overridden` read this attribute."""
         self.options = options
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compile on the first call, then run the compiled method."""
+        # Compile late, because techniques may still change the module after this object was created.
         if self._compiled is None:
             self._compiled = torch.compile(self.__wrapped__, **self.options)
         return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the compiled method, which is bound to this module's weights."""
+        """Return the state without the compiled method, which is bound to this module's weights."""
         return self.__dict__ | {"_compiled": None}
 
 
 def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return the instance's own attributes that call the compiler, by name; empty for a plain module."""
+    """Return, by name, a module's instance attributes that call the compiler; empty for a plain module."""
     found = {name: value for name, value in vars(module).items() if isinstance(value, CompiledCall)}
     if vars(module).get("_compiled_call_impl") is not None:  # private in torch 2.13: nn.Module.compile
         found["_compiled_call_impl"] = vars(module)["_compiled_call_impl"]
@@ -46,7 +47,7 @@ def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether any submodule is compiled: by `CompiledCall`, `nn.Module.compile` or `torch.compile`.
+    """Return whether a module or submodule is compiled, also by `nn.Module.compile` or `torch.compile`.
 
     Example:
         >>> is_compiled(nn.Linear(1, 1))

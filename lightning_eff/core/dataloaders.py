@@ -1,8 +1,8 @@
-"""Observe or replace the training loader of a run; all techniques do so through this module.
+"""Observe or replace a run's training loader; every technique that does so uses this module.
 
-Lightning prepares loaders when it creates them. It creates them as soon as the number of steps is needed,
-possibly in `configure_optimizers`. The loader that a strategy returns passes through all transforms, ordered
-by position and then by time of addition.
+Lightning creates and prepares the loaders as soon as it needs the number of steps, possibly in
+`configure_optimizers`. The loader that the strategy has prepared passes through all transforms, ordered by
+position and then by time of addition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 
 class LoaderWrapper:
-    """A loader around another loader; attributes that are not in `OWN` are the inner loader's."""
+    """Wraps a loader; attributes that are not in `OWN` are read from and set on the wrapped loader."""
 
     OWN: tuple[str, ...] = ("loader",)
 
@@ -26,10 +26,10 @@ class LoaderWrapper:
         return len(self.loader)
 
     def __bool__(self) -> bool:
-        return True  # without calling len()
+        return True  # so that `bool(loader)` does not call `len(loader)`
 
     def __getattr__(self, name: str) -> Any:
-        if "loader" not in self.__dict__:  # while it is being copied
+        if "loader" not in self.__dict__:  # while this object is being copied
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -47,18 +47,19 @@ def is_stateful(loader: Any) -> bool:
 
 
 LoaderTransform = Callable[[Any], Any]
-"""Takes a training loader as prepared by the strategy; returns it or a replacement."""
+"""A function that receives the training loader, and returns this loader or a replacement."""
 
 
 def add_loader_transform(
     trainer: pl.Trainer, transform: LoaderTransform, *, position: int = 0
 ) -> Callable[[], None]:
-    """Apply `transform` to each loader that this Trainer will train with.
+    """Apply `transform` to each training loader of a Trainer.
 
     Args:
         trainer: The Trainer whose strategy prepares loaders.
-        transform: Applied in the order of `position`; equal positions in the order of addition.
-        position: -1 for the loader as it was created, 1 for the one that is iterated.
+        transform: Function that receives the loader, and returns this loader or a replacement.
+        position: Place among all transforms: -1 is applied first, 1 is applied last. Transforms with equal
+            positions are applied in the order of addition.
 
     Returns:
         A function that removes the transform; transforms may be removed in any order.
@@ -71,10 +72,12 @@ def add_loader_transform(
 
         def prepare(dataloader: object) -> object:
             prepared = process(dataloader)
+            # Validation and test loaders pass through the same method, and stay unchanged.
             for _, transform in transforms if trainer.training else ():
                 prepared = transform(prepared)
             return prepared
 
+        # Set on the instance, which hides the class's method until `remove` deletes the attribute.
         strategy.process_dataloader = prepare
     # `sort` is stable, so equal positions stay in the order of addition.
     entry = position, transform
@@ -91,11 +94,11 @@ def add_loader_transform(
 
 
 def restore_loader_state(trainer: pl.Trainer) -> None:
-    """Restore stateful loaders to their positions in a checkpoint, when a run starts.
+    """Restore stateful loaders to the positions saved in a checkpoint, when a run starts.
 
-    Lightning 2.6 does so when it creates the loaders. But an optimizer's schedule may need the number of
-    steps (`estimated_stepping_batches`), so that they are created before the checkpoint's state is known.
-    Then Lightning never restores them, and the run would start its epoch again.
+    Lightning 2.6 restores loaders when it creates them. But if a learning-rate schedule needs the number of
+    steps (`estimated_stepping_batches`), Lightning creates the loaders before it reads the checkpoint.
+    Lightning never restores such loaders, and the run would start its epoch again.
     """
     fit_loop: Any = trainer.fit_loop
     if fit_loop._combined_loader_states_to_load:  # noqa: SLF001

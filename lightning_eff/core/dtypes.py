@@ -1,4 +1,4 @@
-"""Which dtypes a device computes natively or emulates; and a cast that keeps complex tensors."""
+"""Find the dtypes that a device computes natively, and cast modules without their complex tensors."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def dtype_support(device_type: str, dtype: torch.dtype) -> DtypeSupport:
         return DtypeSupport(native=True, why=f"this CPU computes {name} ({unit})")
     native = True
     if dtype == torch.bfloat16 and device_type == "cuda":
+        # By default, torch 2.13 also returns True for GPUs that emulate bfloat16.
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     elif dtype == torch.bfloat16 and device_type == "mps":
         native = torch.backends.mps.is_macos_or_newer(14, 0)
@@ -57,7 +58,7 @@ def auto_precision(device_type: str) -> tuple[str, str]:
 _MATMUL_DTYPES = {
     "bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64, "transformer": torch.float8_e4m3fn,
 }  # fmt: skip
-"""By the first part of Lightning's precision name; float32 for any other."""
+"""Dtypes by the first part of Lightning's precision name; all other names stand for float32."""
 
 
 def matmul_dtype(precision: str, device_type: str) -> torch.dtype:
@@ -86,5 +87,5 @@ def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     root._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # noqa: SLF001
     for part in root.modules():
         if isinstance(part, LightningModule):
-            vars(part)["_dtype"] = dtype  # as the module's own `to` does, for `self.dtype`
+            vars(part)["_dtype"] = dtype  # for `self.dtype`, as in `LightningModule.to`
     return module

@@ -1,8 +1,8 @@
 """Errors, warnings, remedies and exit codes: everything that a message consists of.
 
 An error names key, value, allowed values and remedies. A remedy has two forms: an override for a recipe, and
-Python for a plain Trainer. Inside `keep_overrides` its text is the override, elsewhere the Python. The
-command line and the functions that build a recipe's run enter that context.
+Python code for a plain Trainer. A remedy's text is the override inside the context `keep_overrides`, and the
+Python code elsewhere. The command line and the functions that build a recipe's run enter this context.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ EXIT_OUT_OF_MEMORY = 4
 EXIT_REJECTED = 5
 EXIT_INTERRUPTED = 130
 EXIT_SIGUSR1 = 138
-"""SLURM can send this signal some time before it ends a job."""
+"""Exit code after SIGUSR1, which SLURM can send some time before it ends a job."""
 EXIT_TERMINATED = 143
 LEGACY = "pytorch_lightning"
-"""The legacy package of Lightning, with other classes of the same names."""
+"""Lightning's legacy package. Its classes and the classes of `lightning.pytorch` have the same names."""
 OUT_OF_MEMORY = (
     "out of memory",  # CUDA, HIP, XPU and MPS, and CUDA's own calls
     "can't allocate memory",  # torch's allocator on the CPU
-    "not enough memory",  # the same on Windows
+    "not enough memory",  # torch's allocator on Windows
     "_alloc_failed",  # cuBLAS, cuDNN, cuSPARSE, cuSOLVER, hipBLAS
     "out_of_device_memory",  # SYCL, used by XPU
     "out_of_host_memory",
     "memoryallocation",  # cudaErrorMemoryAllocation, hipErrorMemoryAllocation
 )
-"""Texts, in lower case, of OOM errors from backends that have no class for them."""
+"""Lower-case texts in the OOM errors of backends that have no exception class for OOM."""
 MAX_VALUE_CHARACTERS = 300
-"""Longest value in a message."""
+"""Number of characters of a value that a message shows."""
 
 _in_recipe: ContextVar[bool] = ContextVar("_in_recipe", default=False)
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that removes an error; its text is the form for the current reader.
+    """A change that removes an error, as an override and as Python code.
 
     Args:
         override: One or more overrides to paste into a command.
-        python: The same change in a script.
+        python: Python code of the same change in a script.
 
     Example:
         >>> remedy = Remedy("callbacks.micro_batch.micro_batch_size=4", "MicroBatch(micro_batch_size=4)")
@@ -70,7 +70,7 @@ class Remedy:
     python: str
 
     def __str__(self) -> str:
-        """Return the override inside a recipe's run, else the Python."""
+        """Return the override inside `keep_overrides`, else the Python code."""
         return self.override if _in_recipe.get() else self.python
 
 
@@ -89,7 +89,8 @@ TO_FULL_CHECKPOINTS = Remedy("strategy.checkpoints=full", 'FSDP2(checkpoints="fu
 
 @contextmanager
 def keep_overrides() -> Generator[None]:
-    """Show remedies as overrides in texts created inside this context."""
+    """Show remedies as overrides in error texts that are created inside this context."""
+    # A context variable, so that other threads keep the form of their remedies.
     token = _in_recipe.set(True)
     try:
         yield
@@ -105,7 +106,7 @@ def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[st
         >>> print(remedy.override, remedy.python)
         'callbacks.micro_batch.keep=[weights,"1.0"]' MicroBatch(keep=['weights', '1.0'])
     """
-    # Quoted, since Hydra reads `1.0` as a number. The shell would remove those quotes, so it gets its own.
+    # Quote names such as `1.0`, which Hydra would read as numbers, and quote the override for the shell.
     quoted = [name if re.fullmatch(r"[A-Za-z_][\w.-]*|\d+", name) else json.dumps(name) for name in names]
     override = f"{option}.{parameter}=[{','.join(quoted)}]"
     override = override if quoted == list(names) else shlex.quote(override)
@@ -113,13 +114,13 @@ def list_remedy(option: str, class_name: str, parameter: str, names: Sequence[st
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used, detected before anything ran.
+    """A setting that cannot be used; the error is raised before the run starts.
 
     Args:
-        key: Name of the setting: a technique passes its parameter's name, the config prepends the path.
+        key: Name of the setting: a technique passes its parameter's name, and `under` prepends a path.
         value: The rejected value.
         allowed: Description of accepted values.
-        remedies: Up to three settings to paste instead.
+        remedies: Settings to paste instead; the message shows the first three.
     """
 
     exit_code = EXIT_CONFIG
@@ -131,6 +132,7 @@ class ConfigError(ValueError):
         self.value = value
         self.allowed = allowed
         self.remedies = tuple(remedies)
+        # An error without a key is about a text, which needs no quotes.
         shown = repr(value) if key else str(value)
         shown = shown if len(shown) <= MAX_VALUE_CHARACTERS else f"{shown[:MAX_VALUE_CHARACTERS]}..."
         setting = f"{key}={shown}" if key else shown
@@ -139,7 +141,7 @@ class ConfigError(ValueError):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the error with its text, as launchers need, not by its constructor's arguments."""
+        """Pickle the error by its text and attributes; launchers send errors between processes."""
         return _restored, (type(self), self.args, self.__dict__)
 
     def under(self, path: str) -> ConfigError:
@@ -149,35 +151,36 @@ class ConfigError(ValueError):
 
 
 def _restored(kind: type[Any], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
+    # `__init__` has other parameters than the text in `args`.
     error: Any = kind.__new__(kind, *args)
     vars(error).update(attributes)
     return error
 
 
 class UsageError(Exception):
-    """The command line names something that does not exist; the text lists what does."""
+    """The command line names something that does not exist; the text lists the existing names."""
 
     exit_code = EXIT_CONFIG
 
 
 class ConflictError(Exception):
-    """Two settings that cannot be combined; the text names the one to change."""
+    """Two settings that cannot be combined; the text names the setting to change."""
 
     exit_code = EXIT_REJECTED
 
 
 class EnvironmentLacksError(Exception):
-    """A package or tool is not installed; the text has the command that installs it."""
+    """A required package or tool is not installed; the text contains the command to install it."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 PRE_RUN_ERRORS = (ConfigError, UsageError, ConflictError, EnvironmentLacksError)
-"""Errors raised before a run starts, while nothing has been changed or written."""
+"""Errors that are raised before a run starts, when no file and no model has been changed yet."""
 
 
 class RankError(Exception):
-    """A rank failed and ended all other ranks; one line names rank and cause, with the rank's exit code."""
+    """A rank failed and ended all other ranks; the text names this rank and the cause in one line."""
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(text)
@@ -187,16 +190,16 @@ class RankError(Exception):
 class SweepRunError(RankError):
     """A run of a sweep failed in another process, or returned nothing to its sweeper.
 
-    The text has the run's error, with the path of its traceback.
+    The text contains the run's error and the path of the traceback.
     """
 
 
 class RunOutOfMemoryError(Exception):
-    """A run ran out of memory; the text names the phase, the largest tensors and an override that fits.
+    """A run ran out of memory; the text names the phase, the largest tensors and a remedy.
 
     Args:
         text: Lines of the message.
-        found: The same as plain values, for the run's page.
+        found: The content of the message as plain values, for the run's report page.
     """
 
     exit_code = EXIT_OUT_OF_MEMORY
@@ -213,7 +216,7 @@ class CheckpointError(Exception):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged or was not moved or deleted, and the run continues."""
+    """A checkpoint is damaged, or could not be moved or deleted; the run continues."""
 
 
 class NoEffectWarning(UserWarning):
@@ -221,33 +224,33 @@ class NoEffectWarning(UserWarning):
 
 
 class LittleReachedWarning(NoEffectWarning):
-    """A technique reaches no part of the model, or very little; raised before the run and by `plan`."""
+    """A technique affects no module of the model, or very few; issued before the run and by `plan`."""
 
 
 class ConflictWarning(UserWarning):
-    """Two settings can be combined, but not with the expected effect."""
+    """Two settings can be combined, but do not have the expected effect together."""
 
 
 class SlowPathWarning(UserWarning):
-    """Something works, but is slower or needs more memory than an alternative."""
+    """A setting works, but is slower or needs more memory than an alternative."""
 
 
 def legacy_package_error(name: str) -> ConflictError:
-    """Return the error for a Trainer of the legacy package; `name` is the object that got it."""
+    """Return the error for a Trainer of the legacy package; `name` is the class that received the Trainer."""
     text = f"{name}: this Trainer comes from the package {LEGACY}, which lightning_eff does not support"
     return ConflictError(f"{text}: import lightning.pytorch instead")
 
 
 def suggest_name(word: str, known: Iterable[str]) -> str:
-    """Return half a sentence for an unknown name: similar names, or all known ones.
+    """Return a hint about an unknown name: similar names, or all known names.
 
     Example:
         >>> suggest_name("emty_cache", ["empty_cache", "mixed"]), suggest_name("x", ["bf16_mixed", "fp32"])
         ("did you mean 'empty_cache'?", 'there are: bf16_mixed, fp32')
     """
     options = sorted(set(known))
-    # Options with a part that starts like the word: matches at the front first, then options with fewer
-    # parts.
+    # Find options with a part that starts with the word. Matches at the front of an option come first, then
+    # options with fewer parts.
     begins = re.compile(rf"(?:^|[\W_]){re.escape(word)}", re.IGNORECASE)
     containing = [option for option in options if len(word) > 1 and begins.search(option)]
     containing.sort(key=lambda option: (begins.match(option) is None, len(re.split(r"[\W_]", option))))
@@ -260,9 +263,9 @@ def suggest_name(word: str, known: Iterable[str]) -> str:
 
 
 def check_path(key: str, path: str | Path) -> None:
-    """Reject a path that the system cannot look up, for example too long or with a null byte."""
+    """Reject a path that the system cannot look up, for example because the path contains a null byte."""
     try:
-        os.stat(path)  # noqa: PTH116 - pathlib would normalize it
+        os.stat(path)  # noqa: PTH116 - pathlib would normalize the path
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
@@ -271,7 +274,7 @@ def check_path(key: str, path: str | Path) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends with an error.
+    """Return the exit code of a process that ends with this error.
 
     Example:
         >>> exit_code(KeyboardInterrupt()), exit_code(RuntimeError("x")), exit_code(MemoryError())
@@ -291,7 +294,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes is OOM, by its class or its text.
+    """Return whether an error or one of its causes is an OOM error, by class or text.
 
     Example:
         >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
@@ -300,6 +303,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     seen: set[int] = set()  # causes can form a cycle
     while error is not None and id(error) not in seen:
         names = {kind.__name__ for kind in type(error).__mro__}
+        # Errors of other classes may quote such a text, although memory was sufficient.
         text = str(error).lower() if isinstance(error, RuntimeError) else ""
         if names & {"MemoryError", "OutOfMemoryError"} or any(part in text for part in OUT_OF_MEMORY):
             return True
@@ -309,10 +313,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def root_cause_line(error: BaseException) -> str:
-    """Return the first line of an error with its class; for an error of this package, its full text."""
+    """Return an error's class and first line, or the full text of an error of this package."""
     text = str(error)
     if hasattr(error, "exit_code"):
         return text
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # A first line that ends with a colon only introduces the cause, so add the next line.
     first = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
-    """Return the names of tensors with NaNs or infinities; for sharded tensors, this rank's shard is checked.
+    """Return the names of tensors with NaNs or infinities; of a sharded tensor, check only this rank's shard.
 
     Scalars are skipped, since a statistic such as the lowest loss starts as infinity. Values that are not
     tensors, and tensors with a custom format, are skipped too.
@@ -25,6 +25,7 @@ def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
     found: set[Any] = set()
     for name, value in tensors.items():
         local = value.to_local() if isinstance(value, DTensor) else value
+        # The zeros of a sparse tensor are finite, so its stored values are enough.
         if isinstance(local, Tensor) and local.is_sparse:
             local = local.coalesce().values()
         if (
@@ -35,7 +36,7 @@ def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
             continue
         local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
         is_float = local.is_floating_point() and local.itemsize > 1  # float8 has no minimum
-        # Minimum and maximum need no memory, unlike `isfinite`; both are NaN if any element is.
+        # Unlike `isfinite`, minimum and maximum need no memory; both are NaN if an element is NaN.
         if is_float and local.dim() and local.numel() and not torch.stack(local.aminmax()).isfinite().all():
             found.add(name)
     return found

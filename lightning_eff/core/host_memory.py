@@ -1,9 +1,9 @@
 """The host memory that this process may use: installed memory, or less if a limit applies.
 
-`plan`, `doctor` and OOM messages use it. A container has the limit of its cgroup and the cgroups above it; a
-process that exceeds it is killed. `ulimit -v` limits the address space and `ulimit -d` the data segment;
-allocations beyond them fail. Limits are read on Linux (cgroups version 2); on other systems only installed
-memory is known.
+`plan`, `doctor` and OOM messages use this limit. A container's cgroup and all parent cgroups may have limits;
+a process that exceeds such a limit is killed. `ulimit -v` limits the address space and `ulimit -d` the data
+segment; allocations beyond these limits fail. Limits are read only on Linux, with cgroups version 2. On other
+systems the installed memory counts as the limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class HostMemoryLimit:
-    """One memory limit of this process; its name is empty for installed memory."""
+    """A memory limit of this process; the name is empty if the installed memory is the limit."""
 
     name: str
     num_bytes: int
@@ -26,7 +26,7 @@ class HostMemoryLimit:
 
 
 def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
-    """Return the limit that leaves the least free memory; `root` contains `proc` and `sys`.
+    """Return the limit that leaves the least free memory; `root` is the folder of `proc` and `sys`.
 
     Example:
         >>> host_memory_limit().num_bytes <= installed_bytes()
@@ -39,7 +39,7 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
     own = re.search(r"^0::/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
     group = top / (own[1] if own is not None else "")
-    # Inside a container, /proc may show the group's path on the host, which does not exist here: use the top.
+    # In a container, /proc may show a path on the host, which does not exist here; then only `top` is read.
     for folder in (group, *group.parents):
         limit = _read(folder / "memory.max").strip() if folder.is_relative_to(top) else ""
         if limit.isdecimal():
@@ -54,6 +54,7 @@ def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
         found = re.search(rf"^{line}\s+(\d+)\s", ulimits, re.MULTILINE)
         if found:
             limits.append(HostMemoryLimit(name, int(found[1]), used.get(counted, 0)))
+    # The limits count different kinds of memory as taken, so compare the bytes that they leave free.
     return min(limits, key=lambda limit: limit.num_bytes - limit.taken_bytes)
 
 

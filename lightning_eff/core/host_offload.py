@@ -1,18 +1,18 @@
 """Offload the inputs of recomputed blocks to pinned host memory, on a separate CUDA stream.
 
-`callbacks/gradient_checkpointing` uses it with `policy=offload`. The copy to the host overlaps the next
-block's forward. The copy back overlaps the recomputation of the block that the backward pass handles before.
-Rules that keep the copies correct on two streams:
+`callbacks/gradient_checkpointing` uses this module with `policy=offload`. The copy to the host can overlap
+the forward pass of the next block. The copy back to the device can overlap the recomputation of the preceding
+block in the backward pass. These rules keep the copies correct on two streams:
 
-- A stream waits on events for the other stream's work. A copy's memory is held until the main stream has
-  waited for it. `record_stream` is not used, because it frees memory at an unknown time. At most two copies
-  are in flight.
-- The main stream is looked up outside of `with torch.cuda.stream(...)`, where it would be the other stream.
-- torch allocates the pinned memory and caches freed blocks. So only the first step allocates, which
-  synchronizes the device, and memory is reused once the copies from and to it are done.
+- Each stream waits for the other stream's work through events. The memory of a copy is kept until the main
+  stream has waited for the copy. `record_stream` is not used, because it frees memory at an unknown time. At
+  most two copies are in flight.
+- `current_stream` is called outside of `with torch.cuda.stream(...)`, where it would return the copy stream.
+- torch allocates the pinned memory and caches freed blocks. Only the first step allocates pinned memory,
+  which synchronizes the device. Later steps reuse a block of memory after its copies have finished.
 
-The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap: 3 times
-the time of recomputation alone. On a CPU they are plain copies, which save and change nothing.
+The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap, and a run
+took 3 times the time of recomputation alone. On a CPU, offloading makes plain copies, which save no memory.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from torch import Tensor
 STREAMED = ("cuda",)
 """Types of devices whose copies run on a separate stream."""
 MAX_IN_FLIGHT = 2
-"""Largest number of copies for which the main stream has not waited."""
+"""Largest number of copies in flight: copies for which the main stream has not waited yet."""
 
 
 @dataclass(eq=False)
 class _OnHost:
-    """One tensor on the host, and its copy on the device while that is awaited."""
+    """A tensor on the host, and its copy on the device from the start of the copy until `unpack`."""
 
     host: Tensor
     device: torch.device
     back: tuple[Tensor, Any] | None = None
-    """The copy, and the event at its end."""
+    """The copy on the device, and the event that marks its end."""
 
 
 class CopyStream:
-    """Copies between a device and pinned memory alongside the main stream, at most two at once.
+    """Copies tensors between a device and pinned memory, on a stream with at most two copies in flight.
 
     Raises:
-        RuntimeError: A tensor was changed in place while it was copied, which autograd cannot detect here.
+        RuntimeError: A tensor was changed in place during its copy, which autograd cannot detect here.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,18 +55,19 @@ class CopyStream:
         self._in_flight: deque[tuple[Tensor, int, Any]] = deque()
 
     def to_host(self, tensor: Tensor, host: Tensor) -> None:
-        """Start copying a tensor of the main stream; its owner may free it at once."""
+        """Start copying a tensor of the main stream to the host; the caller may free the tensor at once."""
         self._start(tensor, host, tensor)
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
-        """Start copying a tensor back; return it with an event, which must be passed to `wait` before use."""
-        # Allocated on the main stream, which may still be using the previous content of this memory.
+        """Start a copy to the device; return the copy, and an event to pass to `wait` before its use."""
+        # Allocate on the main stream, which may still be using the previous content of this memory.
         back = torch.empty_like(host, device=self._device)
         return back, self._start(host, back, back)
 
     def wait(self, done: Any) -> None:
-        """Make the main stream wait for a copy, and thus for all earlier ones."""
+        """Make the main stream wait for a copy, and thus for all earlier copies."""
         torch.cuda.current_stream(self._device).wait_event(done)
+        # Copies on one stream finish in order, so the main stream has waited for all copies up to `done`.
         while any(event is done for _, _, event in self._in_flight):
             tensor, version, _ = self._in_flight.popleft()
             if tensor._version != version:  # noqa: SLF001
@@ -75,6 +76,7 @@ class CopyStream:
                 )
 
     def _start(self, source: Tensor, target: Tensor, on_device: Tensor) -> Any:
+        # The copy may start only after the main stream has written the source and released the target.
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -87,19 +89,19 @@ class CopyStream:
 
 @dataclass(eq=False)
 class HostOffload:
-    """Moves tensors that autograd saves to the host, and back in the opposite order."""
+    """Moves autograd's saved tensors to the host, and back to the device in reverse order."""
 
     observers: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Called with every tensor moved to the host: forecasts use it for what a device would hold."""
+    """Functions to call with every tensor on the host, so that forecasts do not count it as device memory."""
 
     moved_bytes: int = field(default=0, init=False)
     _waiting: list[weakref.ref[_OnHost]] = field(default_factory=list, init=False)
     _stream: CopyStream | None = field(default=None, init=False)
 
     def pack(self, tensor: Tensor) -> _OnHost | Tensor:
-        """Move a tensor that autograd saves to the host; return its handle."""
+        """Move a saved tensor of autograd to the host; return a handle for `unpack`."""
         if not tensor.is_floating_point() or not tensor.numel():
-            return tensor  # masks and positions are small, and shared by all blocks
+            return tensor  # integer tensors (masks, positions) are small, and all blocks share them
         self.moved_bytes += tensor.nbytes
         if tensor.device.type in STREAMED:
             self._stream = self._stream or CopyStream(tensor.device)
@@ -110,18 +112,19 @@ class HostOffload:
             for observe in HostOffload.observers:
                 observe(host)
         packed = _OnHost(host, tensor.device)
+        # Weak references: autograd owns the handles, and may drop a graph without a backward pass.
         self._waiting = [reference for reference in self._waiting if reference() is not None]
         self._waiting.append(weakref.ref(packed))
         return packed
 
     def unpack(self, packed: _OnHost | Tensor) -> Tensor:
-        """Return a tensor on its device, and start copying the next one that the backward pass needs."""
+        """Return a tensor on its device, and start copying the tensor that the backward pass needs next."""
         if isinstance(packed, Tensor):
             return packed
         (back, done), packed.back = self._fetch(packed), None
         if self._stream is not None:
             self._stream.wait(done)
-        # Prefetch the tensor packed before this one: the backward pass runs in the opposite order.
+        # Prefetch the tensor that was packed before this tensor: the backward pass runs in reverse order.
         while self._waiting and self._waiting.pop()() is not packed:
             pass
         previous = self._waiting[-1]() if self._waiting else None
@@ -130,7 +133,7 @@ class HostOffload:
         return back
 
     def _fetch(self, packed: _OnHost) -> tuple[Tensor, Any]:
-        """Start copying a tensor back unless that has started already; do not wait for it."""
+        """Start copying a tensor to the device, unless the copy was started before; do not wait for it."""
         if packed.back is None and self._stream is not None:
             packed.back = self._stream.to_device(packed.host)
         elif packed.back is None:

@@ -1,7 +1,7 @@
-"""Filter what a user of the command line sees of the log.
+"""Filter the log messages that the command line shows.
 
-Reports go to stdout, other messages to stderr. Library messages that the user cannot act on are dropped. A
-message is matched by its logger and its start, a warning by its start.
+Reports go to stdout, and other messages go to stderr. Library messages that the user cannot act on are
+dropped. Log messages are matched by logger and first words, warnings by first words.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from contextlib import contextmanager
 from typing import cast
 
 REPORTS = logging.getLogger("lightning.pytorch.report")
-"""Logs each run's report, with its text and its page's path as arguments, among Lightning's messages."""
+"""Logger of run reports, below Lightning's logger. A record has the report's text and the page's path."""
 IGNORED_MESSAGES = {
-    # torchao 0.18.0: binaries for other GPUs and Python versions, which this package never calls
+    # torchao 0.18.0 fails to load binaries for other GPUs and Python versions, which this package never calls
     "torchao": r"Failed to load .+\.so: ",
-    # torch 2.13.0, about how torchao 0.18.0 calls it
+    # torch 2.13.0 warns about a call by torchao 0.18.0.
     "torch.utils._pytree": r"<enum '\w+'> is an Enum subclass and is now natively supported",
-    # Lightning 2.6.6: the script for SLURM requeues the job, after the checkpoint
+    # Lightning 2.6.6: this package's script for SLURM requeues the job itself, after the checkpoint
     "lightning.pytorch.trainer.connectors.signal_connector": r"SLURM auto-requeueing enabled",
     # Lightning 2.6.6 advertises packages
     "lightning.pytorch.utilities.rank_zero": r"\U0001f4a1 Tip: For seamless ",
-    # bitsandbytes 0.50.2 on processors with AVX512-BF16: it has its own kernel instead of the hub's
+    # bitsandbytes 0.50.2 on processors with AVX512-BF16 has its own kernel instead of the hub's kernel
     "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward from kernels-community: ",
 }
-"""Loggers, and the pattern of messages to drop."""
+"""Pattern of the messages to drop, by logger."""
 IGNORED_WARNINGS = (
     # A resumed run writes to its own folder, and leaves the old run's checkpoints unchanged.
     "The dirpath has changed from",
     # Lightning 2.6.6 checks an empty batch in a way that torch 2.13 deprecates.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-    # DeepSpeed 0.19.8 calls it by the name that torch 2.13 deprecates.
+    # DeepSpeed 0.19.8 calls a collective by a name that torch 2.13 deprecates.
     r"`torch.distributed.all_gather_into_tensor` is deprecated",
 )
 
 
 def ignore_library_messages() -> None:
-    """Drop these messages in this process; calling it again has no effect.
+    """Drop `IGNORED_MESSAGES` and `IGNORED_WARNINGS` in this process; a second call has no effect.
 
     Example:
         >>> ignore_library_messages()
@@ -60,6 +60,7 @@ def report_on_stdout() -> Generator[None]:
     """Write each run's report to stdout, separately from other messages."""
     printing = logging.StreamHandler(sys.stdout)
     REPORTS.addHandler(printing)
+    # Otherwise Lightning's handler would print the report to stderr too.
     REPORTS.propagate = False
     try:
         yield
@@ -70,13 +71,14 @@ def report_on_stdout() -> Generator[None]:
 
 @contextmanager
 def reports_in_brief() -> Generator[None]:
-    """Log only the first line of each report and the path of its page."""
+    """Shorten each report in the log to its first line and the path of its page."""
 
     def shorten(record: logging.LogRecord) -> bool:
         text, page = cast("tuple[str, str]", record.args)
         record.msg, record.args = "%s\n report: %s", (text.partition("\n")[0], page)
         return True
 
+    # A filter of the logger runs before all handlers, so that no handler writes the full report.
     REPORTS.addFilter(shorten)
     try:
         yield

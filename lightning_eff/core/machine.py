@@ -1,4 +1,4 @@
-"""The machine of a measurement: versions, device, threads, and facts for rules."""
+"""Describe the machine of a run: versions, device, threads, and facts for rules."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def machine_info(device: torch.device) -> dict[str, Any]:
 def num_cores(num_processes: int = 1) -> int:
     """Return the number of cores for each of `num_processes` processes on this machine."""
     affinity = getattr(os, "sched_getaffinity", None)
+    # SLURM and containers may give this process only some of the machine's cores.
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, cores // num_processes)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the chip, from its driver or, on the CPU, from PyTorch."""
+    """Return the name of a GPU or CPU; the name of a CPU comes from PyTorch if possible."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -55,12 +56,13 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
-    """Return facts of this machine that rules may mention, for a device type; description by name."""
+    """Return the machine's facts that rules may mention; a dictionary maps each fact to its description."""
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
     for name in ("bfloat16", "float16"):
         if not dtype_support(device_type, getattr(torch, name)).native:
             facts[f"machine/emulated_{name}"] = f"{name} that is emulated on this {device_type}"
+    # ROCm's devices have the type cuda too, but other capabilities.
     if device_type == "cuda" and not torch.version.hip:
         major, minor = torch.cuda.get_device_capability()
         facts |= gpu_facts(major * 10 + minor)
@@ -68,7 +70,7 @@ def machine_facts(device_type: str) -> dict[str, str]:
 
 
 def gpu_facts(capability: int) -> dict[str, str]:
-    """Return facts of a GPU with a compute capability (times ten) for rules; description by name.
+    """Return a GPU's facts that rules may mention, from its compute capability times ten.
 
     Example:
         >>> gpu_facts(80), gpu_facts(90)
@@ -80,7 +82,7 @@ def gpu_facts(capability: int) -> dict[str, str]:
 def find_compiler(device_type: str) -> str | None:
     """Return the path of the compiler that torch.compile's inductor calls for a device, or None.
 
-    For the CPU it compiles C++. For a GPU, Triton compiles a small launcher in C.
+    For a CPU, inductor calls a C++ compiler. For a GPU, Triton builds a small launcher with a C compiler.
     """
     variable, *programs = ("CXX", "g++", "clang++") if device_type == "cpu" else ("CC", "gcc", "clang")
     # The environment variable has precedence, as in inductor.
@@ -97,7 +99,8 @@ def package_version(package: str) -> str:
 
 
 def command_line() -> str:
-    """Return this process's command line so that it can be typed again, however it was started."""
+    """Return this process's command line as a shell command, however the process was started."""
     program = Path(sys.argv[0])
+    # `python -m lightning_eff` starts `lightning_eff/__main__.py`.
     is_ours = program.name == "lightning-eff" or program.parent.name == "lightning_eff"
     return shlex.join(["lightning-eff" if is_ours else sys.argv[0], *sys.argv[1:]])

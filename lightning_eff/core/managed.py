@@ -1,7 +1,7 @@
-"""Base classes of callbacks: what every callback of the suite does besides its technique.
+"""Base classes of callbacks, with the work that every callback of the suite shares.
 
-`Managed` calls the rules, stamps checkpoints, and undoes the changes that a technique pushed onto `cleanup`
-when a run ends or fails. `Tiling` is its only subclass that is a base too.
+`Managed` checks the rules and stamps checkpoints. When a run ends or fails, `Managed` calls the undo
+functions that a technique pushed onto `cleanup`. `Tiling` is the base of callbacks that compute in tiles.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ BATCH_HOOKS = [name for name in vars(pl.Callback) if re.match("on_(.*_batch_|bef
 
 
 def skip_hook(callback: pl.Callback, trainer: pl.Trainer, name: str, *, of: type[pl.Callback]) -> None:
-    """Hide a hook from Lightning if it is still the one defined by class `of`; each hook costs 5 to 8 us.
+    """Hide a hook from Lightning if the callback inherits the hook unchanged from class `of`.
 
-    Lightning 2.6 enters a profiler's context around every callable hook. So the hook becomes None, on the
-    object only: a subclass may call `super().on_train_batch_end(...)`. A callback that is called by another
-    callback, and not by the Trainer, keeps its hooks.
+    Lightning 2.6 enters a profiler's context around every callable hook, which costs 5 to 8 us. To avoid this
+    cost, the hook is set to None on the object. The class keeps the hook, because a subclass may call
+    `super().on_train_batch_end(...)`. A callback that is not in the Trainer's list keeps its hooks.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    # Compare by identity: a callback may define `==`.
     is_called = any(each is callback for each in callbacks)
     if is_called and getattr(type(callback), name) is getattr(of, name):
         vars(callback).setdefault(name, None)
 
 
 def skip_empty_hooks(callback: pl.Callback, trainer: pl.Trainer) -> None:
-    """Hide the per-batch hooks that no class of a callback defines."""
+    """Hide all per-batch hooks that a callback does not override."""
     for name in BATCH_HOOKS:
         skip_hook(callback, trainer, name, of=pl.Callback)
 
@@ -47,7 +48,7 @@ def skip_empty_hooks(callback: pl.Callback, trainer: pl.Trainer) -> None:
 def set_up_monitor(
     self: pl.Callback, trainer: pl.Trainer, pl_module: object = None, stage: str | None = None
 ) -> None:
-    """Do what every monitor does in `setup`: reject a legacy Trainer, and skip empty hooks."""
+    """Set up a monitor: reject a Trainer of the legacy package, and skip empty hooks."""
     del pl_module, stage
     rules.reject_legacy_trainer(self, trainer)
     skip_empty_hooks(self, trainer)
@@ -56,8 +57,8 @@ def set_up_monitor(
 class Managed(pl.Callback):
     """Base of a technique that is a callback.
 
-    A subclass that overrides one of these hooks must first call the hook of this class. It undoes its
-    changes with `self.cleanup.callback(undo)`; the last change is undone first.
+    A subclass that overrides a hook of this class must first call `super()`. A change is undone by a function
+    that the subclass registers with `self.cleanup.callback(undo)`; the last change is undone first.
 
     Example:
         >>> class Loud(Managed):
@@ -71,9 +72,9 @@ class Managed(pl.Callback):
     """
 
     exact = False
-    """Whether losses match the plain run's, up to the order of additions and different random numbers."""
+    """Whether losses match the plain run, up to the order of additions and different random numbers."""
     lowers: tuple[str, ...] = ()
-    """What the technique reduces: `time`, or categories of memory."""
+    """Quantities that the technique reduces: `time`, or categories of memory."""
     on_fit_start = rules.enforce
     on_save_checkpoint = checkpoint_stamp.save_stamp
     on_load_checkpoint = checkpoint_stamp.load_stamp
@@ -81,6 +82,7 @@ class Managed(pl.Callback):
     @property
     def cleanup(self) -> ExitStack:
         """Undo functions that `teardown` and `on_exception` run."""
+        # Created on first use, so that a subclass need not call `super().__init__()`.
         return vars(self).setdefault("_cleanup", ExitStack())
 
     @override
@@ -93,6 +95,7 @@ class Managed(pl.Callback):
         rules.forget_verdict(trainer)
         self.cleanup.close()
 
+    # Lightning does not call the hook `teardown` after an exception.
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -102,24 +105,24 @@ class Managed(pl.Callback):
 
 
 class Tiling(Managed):
-    """Base of a technique that computes parts of a model in tiles, from the tiling stage to the end of a fit.
+    """Base of a technique that computes modules of a model in tiles, from `Stage.TILE` to the end of a fit.
 
-    A subclass defines `tile` and `outcome`, and calls this class's `setup` and `on_train_end` where it
-    overrides them.
+    A subclass defines `tile` and `outcome`. A subclass that overrides `setup` or `on_train_end` must call
+    `super()`.
     """
 
     exact = True
     hint = ""
     """Remedy added to the warning that nothing was computed in tiles."""
     hint_if_none = ""
-    """Remedy if the model has nothing to tile."""
+    """Remedy added to the warning that the model has no module to tile."""
 
     def __init__(self) -> None:
         self._tiled: dict[str, Any] = {}
         """The results of `tile` in this fit."""
 
     def facts(self) -> Facts:
-        """Reject compiled blocks."""
+        """Return the rule that rejects compiled blocks."""
         key = name_of(self).replace("/", ".")
         compiled = Rule(
             name="callbacks/torch_compile",
@@ -132,7 +135,7 @@ class Tiling(Managed):
         return Facts(provides=(TRANSFORM, RECOMPUTE), excludes=(compiled,))
 
     def tile(self, model: nn.Module) -> Mapping[str, Any]:
-        """Tile modules that are not tiled yet; return by name objects whose `restore()` undoes it."""
+        """Tile all untiled modules; return, by module name, objects whose `restore()` undoes the tiling."""
         raise NotImplementedError
 
     def outcome(self) -> Outcome:
@@ -144,7 +147,7 @@ class Tiling(Managed):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._tiled = {}
-            # Undone in reverse: first `configure_model` is restored, then the tiled modules.
+            # Undo functions run in reverse order: first restore `configure_model`, then the tiled modules.
             model_surgery.queue(trainer, pl_module, Stage.TILE, self._apply)
             self.cleanup.callback(self._restore)
             self.cleanup.callback(model_surgery.restore, pl_module)
@@ -155,6 +158,7 @@ class Tiling(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._tiled |= new
+        # When `configure_model` runs again, no module is new, but the modules of the first run count.
         if not self._tiled:
             text = f"{type(self).__name__} had no effect: {self.outcome().did}{self.hint_if_none}"
             warnings.warn(text, NoEffectWarning, stacklevel=2)

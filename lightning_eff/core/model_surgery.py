@@ -1,13 +1,14 @@
-"""Changes of a model, in a fixed order and at one moment: after `configure_model`, before a restore.
+"""Change a model in a fixed order, after `configure_model` and before a checkpoint is restored.
 
 Techniques that change a model call `queue`. Lightning has no hook between `configure_model` and the restore
-of a checkpoint. So the first `queue` of a run replaces the module's `configure_model`. The replacement runs
-the original and then all queued changes, ordered by stage, not by callback. Lightning calls it again for
-every stage of a run (fit, validate, test), so a change must do nothing the second time.
+of a checkpoint. So the first call of `queue` in a run replaces the module's `configure_model`. The
+replacement runs the original method and then all queued changes, in the order of stages, not of callbacks.
+Lightning calls `configure_model` for every stage of a run (fit, validate, test), so a change must do nothing
+when it runs again.
 
-Why not `Strategy.setup` or `convert_module`: they run after the restore. A change that renames or adds keys
+Why not `Strategy.setup` or `convert_module`: they run after the restore. A model with renamed or added keys
 would train, but its checkpoint could not be resumed. Why not `functools.wraps`: Lightning's `is_overridden`
-unwraps it and concludes that the hook is not overridden.
+would unwrap the replacement and conclude that the hook is not overridden.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from torch import nn
 from lightning_eff.core.errors import ConfigError, suggest_name
 
 ModelChange = Callable[[nn.Module], int]
-"""Changes a model in place; returns the number of changed modules, 0 if nothing is left to do."""
+"""A function that changes a model in place and returns the number of modules that it has changed."""
 
 BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Module], bool] | None
-"""Class names, patterns of module names, classes, or a predicate; None for the repeated blocks."""
+"""Class names, patterns of module names, classes, or a predicate; None selects the repeated blocks."""
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module (torch 2.13) that hold its hooks."""
 RUNNERS = ("deepspeed.", "lightning_eff.", "torch.distributed.")
-"""Packages whose hooks move weights, count or check, but read no values that pass a module."""
+"""Packages whose hooks do not use the values of a module's inputs and outputs."""
 
 
 class Stage(IntEnum):
@@ -50,7 +51,7 @@ class Stage(IntEnum):
     COMPILE = 7
     SHARD = 8
     MEMORY_FORMAT = 9
-    """Strides of weights; last, since FSDP2 (torch 2.13) shards contiguous parameters only."""
+    """Strides of weights. This stage is last, since FSDP2 (torch 2.13) shards only contiguous parameters."""
 
 
 @runtime_checkable
@@ -71,18 +72,18 @@ class CastsFrozen(Protocol):
 
 @runtime_checkable
 class AddsAdapters(Protocol):
-    """A callback that adds adapters; a protocol, since importing PEFT for its class takes seconds."""
+    """A callback that adds adapters; a protocol avoids importing its class and PEFT, which takes seconds."""
 
     def changes(self, *, base: bool = True) -> list[tuple[Stage, ModelChange]]:
-        """Return the callback's changes, with or without loading the weights of its base."""
+        """Return the callback's changes; with `base=False`, the base model's weights are not loaded."""
         ...
 
 
 def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the named modules whose own parameters will not be trained.
+    """Return the modules in `names` whose own parameters will not be trained.
 
-    A callback that will freeze most of the model names the modules that it will train with
-    `trainable_modules(model, names)`. Without such a callback, or without a Trainer, `requires_grad` decides.
+    A callback that will freeze most of the model has a method `trainable_modules(model, names)`, which
+    returns the modules to train. If no callback has this method, `requires_grad` decides.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
@@ -97,8 +98,8 @@ def frozen_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def trained_modules(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the named modules that directly own a parameter with `requires_grad`."""
-    # Without the parameters of children, which have their own names.
+    """Return the modules in `names` that directly own a parameter with `requires_grad`."""
+    # Leave out the parameters of children, which have their own names.
     own = {name: model.get_submodule(name).parameters(recurse=False) for name in names}
     return {name for name, parameters in own.items() if any(p.requires_grad for p in parameters)}
 
@@ -133,7 +134,8 @@ class _ConfigureModelPatch:
         apply(self.module, self.changes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _ConfigureModelPatch:
-        """Copy the module (as weight averaging does), but neither the Trainer nor its callbacks."""
+        """Copy the patch and its module (weight averaging does), but not the Trainer and its callbacks."""
+        # Register the twin before the module is copied, since the module refers to the patch.
         twin = memo[id(self)] = copy.copy(self)
         twin.module = copy.deepcopy(self.module, memo)
         twin.original = copy.deepcopy(self.original, memo)
@@ -142,10 +144,10 @@ class _ConfigureModelPatch:
 
 
 def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change: ModelChange) -> None:
-    """Apply `change` after the module's own `configure_model`, in the order of the stages.
+    """Queue `change` to run after the module's own `configure_model`, in the order of the stages.
 
-    Callbacks call it in `setup`, strategies in `setup_environment`; `restore` undoes it. A change that is
-    queued twice runs once.
+    Callbacks call `queue` in `setup`, strategies in `setup_environment`; `restore` discards the queue. A
+    change that is queued twice runs once.
     """
     patch = getattr(module.__dict__.get("configure_model"), "__self__", None)
     if not isinstance(patch, _ConfigureModelPatch):
@@ -156,7 +158,7 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
             was_on_instance="configure_model" in vars(module),
             changes=plugin_changes(trainer.precision_plugin),
         )
-        # On the instance: Lightning looks it up there, and other modules of the class keep theirs.
+        # Set on the instance, where Lightning finds it; other modules of the class keep their own method.
         module.configure_model = patch.configure_model
     # A technique may queue its change again, for example in a second `fit`.
     if (stage, change) not in patch.changes:
@@ -164,7 +166,8 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
 
 
 def is_foreign(hook: Any) -> bool:
-    """Return whether a hook may read or change values that pass its module: any not from `RUNNERS`."""
+    """Return whether a hook may use its module's inputs or outputs: hooks from `RUNNERS` do not."""
+    # A partial has the module `functools`; the function inside shows the origin.
     while isinstance(hook, functools.partial):
         hook = hook.func
     return not str(getattr(hook, "__module__", "")).startswith(RUNNERS)
@@ -180,7 +183,7 @@ def restore(module: pl.LightningModule) -> None:
 
 
 def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> list[int]:
-    """Change a model now, in the order of the stages: for Fabric, or for a custom training loop.
+    """Apply changes to a model at once, in the order of the stages, for Fabric or a custom training loop.
 
     Args:
         model: The model, before its optimizer is built.
@@ -207,9 +210,9 @@ def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> lis
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated layers of a model (its stack of blocks), by name.
 
-    A block is a module with parameters and children, and with a sibling of its class; outermost blocks count.
-    If the blocks of a stack directly hold their own stacks (the stages of a Swin or a ConvNeXt), the inner
-    blocks are returned. A layer with an adapter counts as the layer: PEFT's modules inside are not blocks.
+    A block is a module with parameters, children and a sibling of its class. A block inside another block is
+    not returned. But in a Swin or a ConvNeXt, whose stages directly hold stacks, the blocks inside the stages
+    are returned. PEFT's modules inside a layer with an adapter are not blocks.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2)
@@ -217,14 +220,14 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         ['layers.0', 'layers.1', 'layers.2']
     """
     containers = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-    # A walk in the order of the model: outer modules first, and no module inside a block.
+    # Walk the modules in the order of the model, outer modules first, without entering a block.
     blocks: dict[str, nn.Module] = {}
-    pending = [("", model, False)]  # name, module, whether it has a sibling of its class; popped from the end
+    pending = [("", model, False)]  # name, module, whether a sibling has the same class; popped from the end
     while pending:
         name, module, has_sibling = pending.pop()
         if module in blocks.values():
-            continue  # a module that is used twice
-        # A module that is a stack, or directly holds one, is a stage: its blocks are selected instead.
+            continue  # the model uses this module twice
+        # A module that is a stack, or directly holds a stack, is a stage: select the blocks inside the stage.
         if has_sibling and not any(
             isinstance(inner, containers) and _siblings(inner) for inner in (module, *module.children())
         ):
@@ -237,11 +240,11 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 ADAPTER = "adapter_layer_names"
-"""Attribute of PEFT's BaseTunerLayer; importing PEFT for `isinstance` takes seconds."""
+"""Attribute that identifies PEFT's BaseTunerLayer, since importing PEFT for `isinstance` takes seconds."""
 
 
 def _siblings(module: nn.Module) -> set[str]:
-    """Return the names of children that are layers (with children and parameters) of a shared class."""
+    """Return the names of children that have children, parameters, and a sibling of the same class."""
     layers = {
         name: type(child)
         for name, child in _children(module).items()
@@ -252,7 +255,7 @@ def _siblings(module: nn.Module) -> set[str]:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return a module's children by name; for a PEFT layer only copies of modules trained in full."""
+    """Return a module's children by name; for a PEFT layer, only the copies that PEFT trains in full."""
     children = dict(module.named_children())
     if not hasattr(module, ADAPTER):
         return children
@@ -260,16 +263,16 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def select_blocks(model: nn.Module, blocks: BlockSelector, *, key: str = "blocks") -> dict[str, nn.Module]:
-    """Return the modules of a model that `blocks` selects, by name, outermost only.
+    """Return, by name, the modules that `blocks` selects, without modules inside other selected modules.
 
     Args:
-        model: The model; never selected itself.
+        model: The model, which is never selected itself.
         blocks: Class names or patterns of module names (`model.layers.*`), classes, or a predicate of name
             and module; None selects `repeated_blocks`.
-        key: Name of the setting, for errors.
+        key: Name of the setting that errors show.
 
     Raises:
-        ConfigError: An entry of `blocks` matches no module of the model, or the model has no blocks.
+        ConfigError: An entry of `blocks` matches no module of the model.
 
     Example:
         >>> list(select_blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["Linear"]))
@@ -277,6 +280,7 @@ def select_blocks(model: nn.Module, blocks: BlockSelector, *, key: str = "blocks
     """
     if blocks is None:
         return repeated_blocks(model)
+    # The model itself has an empty name, and is never selected.
     named = {name: module for name, module in model.named_modules() if name}
     if callable(blocks):
         selected = {name for name, module in named.items() if blocks(name, module)}
@@ -298,7 +302,7 @@ def select_blocks(model: nn.Module, blocks: BlockSelector, *, key: str = "blocks
                 allowed = f"a class name or a pattern of module names of this model; {hint}"
                 raise ConfigError(key=key, value=word, allowed=allowed)
             selected |= fitting
-    # A block inside a selected block is part of it.
+    # A selected block inside another selected block is already part of the outer block.
     return {
         name: module
         for name, module in named.items()

@@ -1,7 +1,7 @@
-"""The states of all random generators that a training step or its data uses, in plain types.
+"""Save and restore the states of all random generators that a training step or its data uses.
 
 NumPy takes 0.1 ms to return the state of its global generator, because it copies element by element. A retry
-needs that state before each step, so it is read only if the generator's memory has changed.
+of a step needs the state from before the step. So the state is cached until the generator's memory changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 RandomStates = dict[str, Any]
-"""By generator: `torch`, `device`, `python`, `numpy`, and others by name; in types for a checkpoint."""
+"""State of each generator (`torch`, `device`, `python`, `numpy`, other names), in types for a checkpoint."""
 KINDS = (torch.Generator, np.random.Generator)
 """Classes of generators that an object may keep as an attribute."""
 Generators = Mapping[str, torch.Generator | np.random.Generator]
@@ -28,28 +28,28 @@ NO_OTHERS: Generators = MappingProxyType({})
 MT19937_BYTES = 625 * 4
 """Size of NumPy's `mt19937_state`: 624 words of 4 bytes, and the position in them."""
 NumpyState = tuple[bytes, int, int, float]
-"""Words, position, whether a normal deviate is cached for the next call, and its value."""
+"""The generator's words and position, whether a normal deviate is cached, and the cached value."""
 
 
 @lru_cache(maxsize=1)
 def _numpy_state_of(memory: bytes) -> NumpyState:
-    """Return the state of NumPy's global generator; `memory`, its words and position, is the cache key."""
-    del memory
+    """Return the state of NumPy's global generator; `memory` (the generator's memory) is the cache key."""
+    del memory  # only lru_cache uses the argument
     state: Any = cast(Any, np.random).get_state(legacy=False)
     words, gauss = state["state"], (state["has_gauss"], state["gauss"])
     return words["key"].tobytes(), words["pos"], *gauss
 
 
 def numpy_state() -> NumpyState:
-    """Return the state of NumPy's global generator, which must be of the default class."""
+    """Return the state of NumPy's global generator, which must be an MT19937."""
     generator: Any = cast(Any, np.random).get_bit_generator()
     if not isinstance(generator, np.random.MT19937):
         raise TypeError(f"NumPy's global generator is a {type(generator).__name__}, expected an MT19937")
     state = _numpy_state_of(ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES))
     _, _, has_gauss, _ = state
     if has_gauss:
-        # `normal` draws two deviates and keeps the second. Using that one does not change the words, so the
-        # next state may have the same cache key.
+        # `normal` draws two deviates and keeps the second. Using the second does not change the words, so
+        # the next state may have the same cache key.
         _numpy_state_of.cache_clear()
     return state
 
@@ -73,7 +73,7 @@ def held_by(module: nn.Module) -> dict[str, Any]:
 
 
 def capture(device: torch.device | None = None, generators: Generators = NO_OTHERS) -> RandomStates:
-    """Return the states of torch's CPU generator, the device's, Python's, NumPy's and `generators`."""
+    """Return the states of torch's generators (CPU and `device`), of Python, of NumPy and of `generators`."""
     states: RandomStates = {"torch": torch.get_rng_state(), "python": random.getstate()}
     states["numpy"] = numpy_state()
     if device is not None and device.type != "cpu":
@@ -82,6 +82,7 @@ def capture(device: torch.device | None = None, generators: Generators = NO_OTHE
         if isinstance(generator, torch.Generator):
             states[name] = generator.get_state()
         else:
+            # As JSON, because a checkpoint may contain tensors and plain values, but no NumPy arrays.
             states[name] = json.dumps(generator.bit_generator.state, default=lambda array: array.tolist())
     return states
 
@@ -91,10 +92,11 @@ def restore(
     device: torch.device | None = None,
     generators: Generators = NO_OTHERS,
 ) -> None:
-    """Restore each generator whose state is present."""
+    """Restore the generators of torch, Python and NumPy, and each of `generators` that has a saved state."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     set_numpy_state(states["numpy"])
+    # A checkpoint may come from a run on another type of device.
     if "device" in states and device is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states["device"], device)
     for name, generator in generators.items():
@@ -107,17 +109,17 @@ def restore(
 
 
 def differing(states: RandomStates, others: RandomStates) -> RandomStates:
-    """Return the states that differ from the states of the same name in `others`."""
+    """Return the states that are missing in `others` or differ from the state of the same name."""
     return {
         name: state for name, state in states.items() if name not in others or _differs(state, others[name])
     }
 
 
 def has_global(states: RandomStates) -> bool:
-    """Return whether any of these states is global, that is, used by more than a loader's own sampler."""
+    """Return whether `states` has a state of a global generator, that is, a name without a dot."""
     return any("." not in name for name in states)
 
 
 def _differs(state: Any, other: Any) -> bool:
-    # Not `torch.equal`, which needs values, and a dry run has none.
+    # Why not `torch.equal`: it needs the values of tensors, which do not exist in a dry run.
     return not np.array_equal(state.numpy(), other.numpy()) if isinstance(state, Tensor) else state != other

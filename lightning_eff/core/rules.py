@@ -1,10 +1,11 @@
-"""The verdict on a set of techniques, before anything is built and again when more is known.
+"""Check the rules of a set of techniques, before model and data are built and again with more facts.
 
-Each technique states facts about itself (core/technique.py) and never checks for others. Here the facts are
-compared with each other, with Lightning's callbacks and plugins, and with the run. The same rules are applied
-three times: to a Trainer without a model, to one with its model, and when `fit` starts. A fact that is not
-known yet counts as absent, so rules about it apply later. The verdict is kept on the Trainer, since all
-techniques ask for it. `Managed.setup`, strategies and plugins call `enforce`; `plan` calls `verdict_on`.
+Each technique states facts about itself (core/technique.py) and never checks for other techniques. This
+module compares the facts of all techniques, Lightning's callbacks and plugins, and the run. The rules are
+checked three times: for a Trainer without a model, for a Trainer with its model, and when `fit` starts. A
+fact that is not known yet counts as absent, so rules about the fact apply later. The findings are kept on the
+Trainer, since all techniques need the findings. `Managed.setup`, strategies and plugins call `enforce`;
+`plan` calls `verdict_on`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from lightning_eff.core.technique import (
 from lightning_eff.core.torch_private import batch_norm_class
 
 _VERDICT = "lightning_eff_verdict"
-"""Attribute of a Trainer with its findings, and the objects they were computed for."""
+"""Attribute of a Trainer with the findings, and the ids of the objects that were checked."""
 _LATE_CONVERSION = Rule(
     name=TRANSFORM,
     reason="it replaces layers after the checkpoint was restored, so earlier changes of them are lost",
@@ -152,22 +153,23 @@ LIBRARY_RULES = {
     "schedulefree/RAdamScheduleFree": _SCHEDULE_FREE,
     "optimizer/fused": Facts(excludes=(_LATE_UNSCALING,)),
 }
-"""Rules about classes of other libraries: Lightning's callbacks and plugins, optimizers of torch and others.
+"""Rules about classes of other libraries, such as Lightning's callbacks and plugins or torch's optimizers.
 
-A key is a package and a class, and applies to subclasses too; or it is a name that a technique provides.
+A key names a class with its package, or is a name that a technique provides. The rules about a class apply
+to its subclasses too.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """A rule that applies, and the technique that states it; `found` is what it excludes, if anything."""
+    """A violated rule, and the technique that states the rule; `found` is the excluded object or fact."""
 
     technique: str
     rule: Rule
     found: str
 
     def __str__(self) -> str:
-        """Return one sentence and up to three remedies, one per line."""
+        """Return one sentence and up to three remedies, each on its own line."""
         found = f"{self.rule.name} ({self.found})" if " " in self.rule.name else self.found
         met = f"with {found}" if self.found else f"without {self.rule.name}"
         tries = (f"  try: {remedy}" for remedy in self.rule.remedies[:3])
@@ -177,9 +179,10 @@ class RuleFinding:
 def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleFinding]:
     """Compare every object's rules with the facts of the run and of all other objects.
 
-    Objects may be of other packages. `run` has facts of the run and the machine, description by name; an
-    unknown fact is absent.
+    The objects may come from other packages. `run` maps each known fact of the run and the machine to a
+    description.
     """
+    # `present` maps each name that a rule may mention to the object or description that provides it.
     present, stated, counts = dict(run), list[tuple[str, Facts]](), Counter[str]()
     for component in objects:
         kind = component if isinstance(component, type) else type(component)
@@ -187,7 +190,7 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
         facts = component.facts() if isinstance(component, HasFacts) else Facts()
         names = [name, *facts.provides]
         if not kind.__module__.startswith(f"{PACKAGE}."):
-            # A library's class is listed with its bases: a user's subclass of BatchSizeFinder counts as one.
+            # List a library's class with its bases: rules about BatchSizeFinder apply to a user's subclass.
             bases = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
             names = [f"{package}/{title}" for package, title in bases if package not in ("builtins", PACKAGE)]
         if isinstance(component, Technique):
@@ -212,7 +215,7 @@ def check_rules(objects: Iterable[object], run: Mapping[str, str]) -> list[RuleF
 
 
 def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> dict[str, str]:
-    """Return the facts of a run known so far, description by name; the module may not be known yet."""
+    """Return the known facts of a run, with a description of each fact; the module may be unknown."""
     strategy: Any = trainer.strategy
     device = strategy.root_device.type
     clips = bool(trainer.gradient_clip_val)
@@ -240,13 +243,13 @@ def run_facts(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> 
     }
     if module is not None:
         facts |= _module_facts(trainer, module)
-    # Absent facts are left out: a rule about them does not apply.
+    # Leave out facts that do not hold, so that rules about these facts do not apply.
     known = {name: description for name, (holds, description) in facts.items() if holds}
     return {f"run/{device}": f"device {device}", **known, **machine_facts(device)}
 
 
 def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, tuple[bool, str]]:
-    """Return for each fact about a module whether it holds, and its description."""
+    """Return, for each possible fact about a module, whether the fact holds and its description."""
     children = dict(module.named_modules())
     # The module itself has an empty name.
     named = {name or type(child).__name__: child for name, child in children.items()}
@@ -275,14 +278,15 @@ def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return a Trainer's callbacks, an attribute that Lightning 2.6 does not declare."""
+    """Return a Trainer's callbacks, from an attribute that Lightning 2.6 does not declare."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def trainer_components(trainer: pl.Trainer) -> list[object]:
-    """Return all objects in a Trainer that may have rules; a class if its object is constructed later."""
+    """Return all objects in a Trainer that may have rules; of an object that is built later, the class."""
     strategy = trainer.strategy
     callbacks = callbacks_of(trainer)
+    # `tuple` stands in for a missing method, since `tuple()` is empty.
     added = [item for callback in callbacks for item in getattr(callback, "components", tuple)()]
     added += [type(optimizer) for optimizer in trainer.optimizers]
     return list(
@@ -291,13 +295,14 @@ def trainer_components(trainer: pl.Trainer) -> list[object]:
 
 
 def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) -> list[RuleFinding]:
-    """Apply the rules to a Trainer, and keep the findings on it until more is known.
+    """Apply the rules to a Trainer, and keep the findings on the Trainer until more facts are known.
 
-    The model, callbacks that it adds, and the optimizers become known later. Every technique asks in each of
-    its hooks. At the end of a run `Managed` drops the verdict, since settings may change before the next run.
+    The model, the callbacks that the model adds, and the optimizers become known later. Several hooks of
+    every technique call this function, so the findings are cached. At the end of a run `Managed` drops the
+    findings, since settings may change before the next run.
     """
     stating = [callback for callback in callbacks_of(trainer) if isinstance(callback, HasFacts)]
-    # Ids instead of objects, so that nothing of an earlier `fit` stays in memory.
+    # The cache key has ids instead of objects, so that no object of an earlier `fit` stays in memory.
     moment = [trainer.state.fn, *(id(each) for each in (module, *stating, *trainer.optimizers))]
     kept_moment, findings = vars(trainer).get(_VERDICT, (None, []))
     if kept_moment != moment:
@@ -307,24 +312,24 @@ def verdict_on(trainer: pl.Trainer, module: pl.LightningModule | None = None) ->
 
 
 def forget_verdict(trainer: pl.Trainer) -> None:
-    """Drop a Trainer's verdict, so that its next run is checked again."""
+    """Drop the findings that are kept on a Trainer, so that the next run is checked again."""
     vars(trainer).pop(_VERDICT, None)
 
 
 def raise_rejected(findings: Iterable[RuleFinding]) -> None:
-    """Raise one error that lists every rejected finding.
+    """Raise one error that lists all findings with the verdict `REJECTED`, if there is such a finding.
 
     Raises:
-        EnvironmentLacksError: The machine lacks something.
-        ConflictError: Anything else.
+        EnvironmentLacksError: All rejected findings are about requirements that the machine lacks.
+        ConflictError: At least one rejected finding is not about the machine.
     """
     rejected = [finding for finding in findings if finding.rule.verdict == Verdict.REJECTED]
     if rejected:
-        # Exit code 3 only if nothing but the machine is at fault.
+        # The exit code is 3 only if the machine alone is at fault.
         lacks = all(finding.rule.name.startswith("machine/") for finding in rejected)
         error = EnvironmentLacksError if lacks else ConflictError
-        # All remedies of a single finding; of several findings the first remedy each, so that each is shown.
-        # Two lines of each: the finding itself and one remedy.
+        # A single finding is shown with all its remedies. Several findings are shown with two lines each: the
+        # finding and its first remedy.
         shown = None if len(rejected) == 1 else 2
         raise error("\n".join(line for each in rejected for line in str(each).splitlines()[:shown]))
 
@@ -332,10 +337,10 @@ def raise_rejected(findings: Iterable[RuleFinding]) -> None:
 def reject_legacy_trainer(
     self: object, trainer: object, pl_module: object = None, stage: str | None = None
 ) -> None:
-    """Reject a Trainer of the package `pytorch_lightning`; can be used as a callback's `setup`.
+    """Reject a Trainer of the package `pytorch_lightning`; a callback can use this function as `setup`.
 
     Raises:
-        ConflictError: The Trainer's class comes from that package.
+        ConflictError: The Trainer's class comes from `pytorch_lightning`.
     """
     del pl_module, stage
     if any(base.__module__.partition(".")[0] == LEGACY for base in type(trainer).__mro__):
@@ -343,10 +348,10 @@ def reject_legacy_trainer(
 
 
 def plugin_repr(self: object) -> str:
-    """Return the `__repr__` of a strategy or plugin.
+    """Return the `__repr__` of a strategy or plugin, which names the supported Trainer.
 
     A Trainer of the package `pytorch_lightning` rejects a strategy or plugin before any code of this package
-    runs, and quotes this text in its error.
+    runs. The error of such a Trainer quotes the `__repr__`.
     """
     return f"<{PACKAGE}.{type(self).__name__}, for a Trainer of lightning.pytorch and not of {LEGACY}>"
 
@@ -354,22 +359,22 @@ def plugin_repr(self: object) -> str:
 def enforce(
     self: object, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str | None = None
 ) -> None:
-    """Check a Trainer's techniques; every technique calls it in `setup` and again in `on_fit_start`.
+    """Check a Trainer's techniques; every technique calls `enforce` in `setup` and in `on_fit_start`.
 
     Raises:
-        ConflictError: A combination is rejected, or the Trainer comes from `pytorch_lightning`.
-        EnvironmentLacksError: The machine lacks something required.
+        ConflictError: A rule rejects a combination, or the Trainer comes from `pytorch_lightning`.
+        EnvironmentLacksError: The machine lacks a requirement of a technique.
 
     Warns:
-        ConflictWarning: A rule of this technique allows a combination, with a warning.
+        ConflictWarning: A rule of this technique has the verdict `WARNED` and applies.
     """
     del stage
     reject_legacy_trainer(self, trainer)
     findings = verdict_on(trainer, pl_module)
     raise_rejected(findings)
     if not trainer.optimizers:
-        return  # in `setup`: `on_fit_start` knows the optimizers too, and warns once
-    # A callback also warns for what it adds, for example its optimizer, which has no hooks.
+        return  # `setup` calls this before optimizers exist; the later call in `on_fit_start` warns
+    # A callback also warns about the objects that it adds, because an optimizer, for example, has no hooks.
     components = getattr(self, "components", tuple)()
     own_names = {name_of(component) for component in (self, *components)}
     for finding in findings:

@@ -1,10 +1,10 @@
-"""Detect secrets, and keep them out of everything that a run writes.
+"""Detect secrets, and keep them out of the files, logs and error texts of a run.
 
-A config names a secret by an environment variable, `api_token: ${oc.env:API_TOKEN}`. A composed config keeps
-this interpolation, even inside a longer text, and Hydra resolves it when the class is built. A run's files
-therefore contain no secret, and the run can be composed from them again. Hyperparameters contain the value;
-loggers and checkpoints drop it. Error texts, which may contain anything, have the values of variables with a
-secret's name replaced.
+A config refers to a secret by an environment variable, as in `api_token: ${oc.env:API_TOKEN}`. A composed
+config keeps the interpolation, even inside a longer text, and Hydra resolves it when the class is built. A
+run's files therefore contain no secret, and a run can be composed again from its files. A module's
+hyperparameters contain the value of a secret; loggers and checkpoints drop this value. In error texts, the
+values of all environment variables with a secret's name are replaced.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from lightning_eff.core.errors import ConfigError
 
 HIDDEN = "***"
 MIN_CHARACTERS = 6
-"""Shortest value that is replaced in texts: a shorter one may be part of any word."""
+"""Shortest value that is replaced in texts, since a shorter value may occur inside ordinary words."""
 _SECRET = re.compile(
     r"(?!(?-i:(.*_)?(bos|eos|sos|unk|sep|pad|cls|class|mask|special|start|end|prefix|suffix|image|audio|video)_token$))"
     r"(.*_)?(token|password|passwd|passphrase|secret|credentials?|(api|access|auth|private|secret)_?key)$",
     re.IGNORECASE,
 )
-"""Names of secrets; special tokens of a vocabulary are not secrets."""
+"""Pattern of the names of secrets; special tokens of a vocabulary, such as `eos_token`, are not secrets."""
 _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
 def secret_variables() -> dict[str, str]:
-    """Return environment variables that are named like a secret: name by value, longest value first."""
+    """Return the environment variables that are named like a secret: name by value, longest value first."""
     long = [(value, name) for name, value in os.environ.items() if len(value) >= MIN_CHARACTERS]
     named = [(value, name) for value, name in long if _SECRET.match(name)]
-    # Longest first: one value may contain another.
+    # The longest value comes first, since one value may contain another.
     return dict(sorted(named, key=lambda pair: len(pair[0]), reverse=True))
 
 
 def is_secret(key: object, value: object, variables: Mapping[str, str] | None = None) -> bool:
-    """Return whether a value is a secret: a string whose key is named like one, or that contains one.
+    """Return whether a string is a secret, because of its key's name or a secret inside the string.
 
-    Pass `secret_variables()` as `variables` to avoid computing it for every call.
+    Pass `secret_variables()` as `variables` to read the environment only once for several calls.
 
     Example:
         >>> is_secret("api_token", "x"), is_secret("eos_token", "</s>"), is_secret("use_auth_token", True)
@@ -56,7 +56,7 @@ def keep_variables(values: Any, source: Any) -> Any:
 
     Args:
         values: The config.
-        source: The same config before it was resolved.
+        source: The unresolved config with its interpolations.
 
     Raises:
         ConfigError: The config itself contains a secret.
@@ -65,7 +65,7 @@ def keep_variables(values: Any, source: Any) -> Any:
 
     def keep(values: Any, source: Any, path: str) -> Any:
         if isinstance(values, list):
-            # An interpolation may stand for the entire list; then its items have no source.
+            # An interpolation may stand for the entire list; then the list's items have no source.
             sources = source if isinstance(source, list) else [None] * len(values)
             pairs = enumerate(zip(values, sources, strict=True))
             return [keep(value, each, f"{path}[{index}]") for index, (value, each) in pairs]
@@ -78,7 +78,7 @@ def keep_variables(values: Any, source: Any) -> Any:
         key = path.rpartition(".")[2]
         if not is_secret(key, values, variables):
             return values
-        # Not through another key, as in `${data.token}`: that key would hold the secret.
+        # An interpolation of another key, such as `${data.token}`, is not kept: that key holds the secret.
         if isinstance(source, str) and _VARIABLE.search(source) and "${" not in _VARIABLE.sub("", source):
             return source
         kept = hide_secrets(values, "${{oc.env:{}}}")
@@ -104,6 +104,7 @@ def without_secrets(values: Any) -> Any:
         if isinstance(values, Mapping):
             return {key: without(item) for key, item in values.items() if not is_secret(key, item, variables)}
         if isinstance(values, (list, tuple)):
+            # The items of a list have no key, so only the value shows a secret.
             return [without(item) for item in values if not is_secret("", item, variables)]
         return values
 
@@ -111,7 +112,7 @@ def without_secrets(values: Any) -> Any:
 
 
 def hide_secrets(text: str, shown: str = HIDDEN) -> str:
-    """Replace the values of secret variables in a text by `shown`, which may contain their names."""
+    """Replace the values of secret variables in a text by `shown`, in which `{}` is the variable's name."""
     for value, name in secret_variables().items():
         text = text.replace(value, shown.format(name))
     return text

@@ -1,6 +1,7 @@
-"""Tensors that are sharded over ranks: DTensors of FSDP2, and parameters of ZeRO stage 3.
+"""Read tensors that are sharded over ranks, namely DTensors of FSDP2 and parameters of ZeRO stage 3.
 
-DeepSpeed replaces a stage-3 parameter's data by an empty tensor and adds `ds_id` and `ds_shape` to it.
+For stage 3, DeepSpeed replaces a parameter's data by an empty tensor, and adds the attributes `ds_id` and
+`ds_shape` to the parameter.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 LEAF = "_z3_leaf"
-"""DeepSpeed's mark for a module whose weights stage 3 gathers at once; ranks may differ inside it."""
+"""DeepSpeed's mark for a module whose weights stage 3 gathers at once. Ranks may run different code inside
+such a module."""
 
 
 class GatheredAtOnce:
     """Makes stage 3 of ZeRO gather the weights of a module and of its submodules at once, until `undo`.
 
-    DeepSpeed (0.19) reduces their gradients when the gradient of the module's input is known. For an input
-    without a gradient that would happen before the module's backward pass, so such an input gets one.
+    DeepSpeed (0.19) reduces the gradients of a module's weights when the gradient of the module's input is
+    known. For an input that requires no gradient, the reduction would come before the module's backward pass.
+    To prevent this, every floating-point input is made to require a gradient.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,7 +31,7 @@ class GatheredAtOnce:
         self._hook = module.register_forward_pre_hook(_with_gradient)
 
     def undo(self) -> None:
-        """Remove the mark; a second call does nothing."""
+        """Remove DeepSpeed's mark and the hook; a second call does nothing."""
         if vars(self._module).pop(LEAF, None) and self._before is not None:
             setattr(self._module, LEAF, self._before)
         self._hook.remove()
@@ -61,12 +64,12 @@ def full_shape(tensor: Tensor) -> torch.Size:
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int] | None:
-    """Return start and end of this rank's rows; None unless the tensor is sharded by rows on a 1-D mesh."""
+    """Return start and end of this rank's rows; None unless a tensor is sharded by rows on a 1-D mesh."""
     mesh = tensor.device_mesh
     if mesh.ndim != 1 or tensor.placements != (Shard(0),):
         return None
     num_rows = tensor.shape[0]
-    # DTensor splits like torch.chunk: ceil(num_rows / ranks) rows each, the last ranks fewer or none.
+    # DTensor splits like torch.chunk: ceil(num_rows / ranks) rows per rank; the last ranks get fewer or none.
     rows_per_rank = -(-num_rows // mesh.size())
     first = min(mesh.get_local_rank() * rows_per_rank, num_rows)
     return first, min(first + rows_per_rank, num_rows)
@@ -76,21 +79,23 @@ def local_rows(tensor: DTensor) -> tuple[int, int] | None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor; a tensor that is not sharded is returned unchanged.
 
-    For a sharded tensor this is a collective (all-gather): every rank of its mesh or process group must call
-    it.
+    For a sharded tensor this function is a collective (all-gather): every rank of the tensor's mesh or
+    process group must call it.
     """
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     if not hasattr(tensor, "ds_id"):
         return tensor
     with unsharded(tensor):
+        # Clone: DeepSpeed frees the gathered data at the end of the context.
         return tensor.detach().clone()
 
 
 def unsharded(parameter: Tensor, modifier_rank: int | None = None) -> Any:
-    """Return a context in which a stage-3 parameter is gathered on every rank; a collective.
+    """Return a context in which a stage-3 parameter is gathered on every rank; all ranks must enter it.
 
-    Changes by `modifier_rank` are broadcast to all ranks on exit; None is for read access only.
+    Changes that the rank `modifier_rank` makes are broadcast to all ranks on exit. With None, the parameter
+    must not be changed.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 

@@ -1,14 +1,16 @@
 """The interface of a technique: its configuration, its rules about a run, and its outcome.
 
-A technique needs no base class for this. Its configuration is read from its constructor: every parameter is
-stored in an attribute of the same name. Optional methods: `facts()` returns what it needs and excludes,
-`outcome()` what it did. `components()` returns the objects with their own rules that it adds to a run (for
-example an optimizer), or their classes. core/rules.py compares the facts of all techniques of a run.
+A technique needs no base class. The configuration of a technique is read from its constructor: every
+parameter is stored in an attribute of the same name. The optional method `facts()` returns the rules of the
+technique, and `outcome()` reports what the technique did. A technique that adds an object with its own rules
+to a run (for example an optimizer) returns the object or its class from `components()`. The module
+core/rules.py compares the facts of all techniques of a run.
 
-Three class attributes are for `compare`, `tune` and the planner's advice, so that no other module lists
-techniques (`ways_to_try` collects them). `exact = True` promises the loss of the plain run, up to the order
-of additions and different random numbers; comparison/judgement.py checks it. `lowers` names what the
-technique reduces: `time`, or memory of some category. `try_as` describes how to try it.
+Three class attributes serve `compare`, `tune` and the planner's advice, so that no other module lists
+techniques (`ways_to_try` collects the attributes). `exact = True` promises the same loss as the plain run, up
+to the order of additions and different random numbers; comparison/judgement.py checks this promise. `lowers`
+names the quantities that the technique reduces: `time`, or categories of memory. `try_as` lists the ways to
+try the technique.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from lightning_eff.core.secret_values import HIDDEN, is_secret, secret_variables
 
 TIME = "time"
 MEMORY = ("parameters", "gradients", "optimizer state", "activations")
-"""Memory categories that a technique may lower in a step, in addition to its time (report/recording.py)."""
+"""Categories of a step's memory that a technique may lower (report/recording.py)."""
 PACKAGE = __name__.partition(".")[0]
 SUITE = PACKAGE
-"""Provided by every technique of this package that changes a run; not by monitors."""
+"""Provided by every technique of this package that changes a run; monitors do not provide it."""
 TRANSFORM = "transform"
 """Provided by techniques that change the model before its checkpoint is restored."""
 RECOMPUTE = "recompute"
-"""Provided by techniques that rerun a part of the forward pass in the backward pass."""
+"""Provided by techniques that recompute a part of the forward pass in the backward pass."""
 MEMORY_BUDGET = "a compiler that keeps a memory budget"
-"""Provided by techniques that let the compiler choose which activations are kept."""
+"""Provided by techniques with which the compiler chooses the activations to keep."""
 SCHEDULE = "a learning-rate schedule"
 """Provided by techniques that change the learning rate during a run."""
 NEW_PARAMETERS = "new_parameters"
@@ -47,12 +49,12 @@ SHARDED_CHECKPOINTS = "checkpoints in folders"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one technique did in a run.
+    """The report of a technique about its effect on a run.
 
     Args:
         did: One line for the report, with numbers and units.
-        effective: False if it changed nothing.
-        numbers: The same for programs; plain types only.
+        effective: False if the technique changed nothing.
+        numbers: The numbers of `did` for programs; plain types only.
     """
 
     did: str
@@ -62,15 +64,15 @@ class Outcome:
 
 @runtime_checkable
 class Technique(Protocol):
-    """An object that reports its outcome, at any time: before, during and after a run."""
+    """An object that can report its outcome at any time: before, during and after a run."""
 
     def outcome(self) -> Outcome:
-        """Return what was done so far."""
+        """Report what the technique has done so far."""
         ...
 
 
 def name_of(technique: object) -> str:
-    """Return the name of a technique or of its class: its module in this package, else the class.
+    """Return the name of a technique or its class: the module in this package, or else the class's name.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -85,7 +87,7 @@ def name_of(technique: object) -> str:
 def config_of(technique: object) -> dict[str, Any]:
     """Return the constructor's arguments in plain types and without secrets, read from attributes.
 
-    If a base class already uses the attribute `x`, the argument is kept as `given_x`.
+    If a base class already uses an attribute `x`, the technique stores its argument `x` as `given_x`.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -96,6 +98,7 @@ def config_of(technique: object) -> dict[str, Any]:
     return {
         name: HIDDEN if is_secret(name, value, variables) else _plain(value)
         for name in inspect.signature(type(technique)).parameters
+        # An attribute that is the technique itself is not an argument.
         if (value := getattr(technique, f"given_{name}", getattr(technique, name, None))) is not technique
     }
 
@@ -113,14 +116,14 @@ def non_default_config(technique: object) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return plain types unchanged, a `functools.partial` as the text of its call, anything else as its repr.
+    """Return plain types unchanged, a `functools.partial` as its call's text, other objects as their repr.
 
-    A tuple becomes a list: YAML has no tuples.
+    A tuple becomes a list, since YAML has no tuples.
     """
     value = list(value) if type(value) is tuple else value
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
-    # A partial has the attribute `func`, and is shown as the call that it makes.
+    # A `functools.partial` has the attribute `func`, and is shown as the call that it makes.
     function: Any = getattr(value, "func", None)
     if function is None:
         return repr(value)
@@ -131,7 +134,7 @@ def _plain(value: object) -> Any:
 
 
 class Verdict(StrEnum):
-    """The effect of the rules on a technique, best first."""
+    """The effect of the rules on a technique; members are ordered from the best to the worst."""
 
     FINE = "fine"
     ADJUSTED = "adjusted"
@@ -141,14 +144,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Something that a technique cannot be combined with, or cannot run without.
+    """An object or fact that a technique excludes or needs.
 
     Args:
         name: A technique (`callbacks/torch_compile`), a name that a technique provides (`recompute`), a class
             of Lightning (`lightning/BatchSizeFinder`), a fact of the run (`run/clipping`) or of the machine.
-        reason: What would happen.
-        remedies: Up to three changes or commands, each sufficient.
-        verdict: The consequence.
+        reason: Consequence of ignoring the rule.
+        remedies: Up to three changes or commands, each of which is sufficient.
+        verdict: Effect on the run.
     """
 
     name: str
@@ -162,9 +165,9 @@ class Facts:
     """The rules of a technique with its current configuration.
 
     Args:
-        provides: Names that rules of other techniques may mention, in addition to the technique's own.
-        needs: Rules about what must be present.
-        excludes: Rules about what must be absent.
+        provides: Names that rules of other techniques may mention, in addition to the technique's own name.
+        needs: Rules about objects or facts that must be present.
+        excludes: Rules about objects or facts that must be absent.
     """
 
     provides: tuple[str, ...] = ()
@@ -176,20 +179,20 @@ class Facts:
 class Try:
     """One way to try a technique on a recipe.
 
-    `compare` takes the first way of each option and ignores conditions, since its table has a row for every
-    technique. `tune` and the planner's advice try each way whose conditions hold. A technique without
-    `try_as` appears only in the table; a technique whose `try_as` lacks its own option does not appear in the
-    table.
+    `compare` uses the first way of each option and ignores the conditions, since its table has a row for
+    every technique. `tune` and the planner's advice try each way whose conditions hold. A technique without
+    `try_as` appears only in the table of `compare`. A technique whose `try_as` lacks the technique's own
+    option does not appear in that table.
 
     Args:
         overrides: Settings in addition to the option. `{part}` stands for a fraction of a device's samples
             per optimizer step, `{global_batch}` for the samples of all devices.
-        option: Option to choose, for example `precision/bf16_mixed`; empty for the technique's own.
-        needs: Facts required for a useful try: of the run (`run/cuda`), an option that is on, or an
-            operation whose results are held at the peak (`peak/convolution`).
+        option: Option to choose, for example `precision/bf16_mixed`; empty for the technique's own option.
+        needs: Facts required for a useful try. A fact is about the run (`run/cuda`), an option that is on, or
+            an operation whose results are held at the peak (`peak/convolution`).
         excludes: Facts that make a try useless.
-        changes: What it changes in the training, besides rounding; `tune` accepts no changes.
-        is_advised: Whether the planner's advice may choose it to make a recipe fit.
+        changes: Effect on the training besides rounding; `tune` skips a way that has such an effect.
+        is_advised: Whether the planner's advice may choose this way to make a recipe fit.
     """
 
     overrides: tuple[str, ...] = ()
@@ -200,7 +203,7 @@ class Try:
     is_advised: bool = True
 
     def filled(self, *, part: int, global_batch: int) -> list[str]:
-        """Return the overrides with these numbers filled in; with 0, only overrides that need none."""
+        """Fill the numbers into the overrides; with `part=0`, leave out overrides that need numbers."""
         return [
             words.format(part=part, global_batch=global_batch)
             for words in self.overrides
@@ -208,12 +211,12 @@ class Try:
         ]
 
     def is_worth(self, facts: Collection[str]) -> bool:
-        """Return whether the facts include everything it needs and nothing it excludes."""
+        """Return whether `facts` include everything in `needs` and nothing in `excludes`."""
         return set(self.needs) <= set(facts) and not set(self.excludes) & set(facts)
 
 
 def ways_to_try() -> list[tuple[Any, Try]]:
-    """Return every technique's class with each way to try it; `option` is filled in."""
+    """Return all ways to try a technique, each with the technique's class; `option` is filled in."""
     return [
         (technique, replace(way, option=way.option or name))
         for name, technique in catalog.techniques_with("try_as").items()
@@ -226,7 +229,7 @@ class HasFacts(Protocol):
     """A technique with rules."""
 
     def facts(self) -> Facts:
-        """Return rules that depend only on the constructor's arguments."""
+        """Return the rules, which may depend only on the constructor's arguments."""
         ...
 
 
@@ -242,7 +245,7 @@ NEEDS_MATRICES = tuple(
     )
     for name in _DEEPSPEED
 )
-"""Rules for optimizers whose update needs a weight's full matrix."""
+"""Rules for optimizers that need the full matrix of a weight for its update."""
 PLACES_STATE = tuple(
     Rule(name=name, reason="the strategy itself places the optimizer state", remedies=(TO_ADAMW,))
     for name in SHARDED

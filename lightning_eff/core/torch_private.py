@@ -1,7 +1,8 @@
-"""Private names of torch, looked up on use and never at import.
+"""Look up private names of torch on use, and never at import.
 
-With another version of torch, only the feature whose name is missing fails, not the package. Exceptions are
-`torch.utils._pytree`, `TorchDispatchMode` and fake tensors, which other libraries depend on too.
+If a version of torch lacks a private name, only the feature that needs this name fails, not the package.
+`torch.utils._pytree`, `TorchDispatchMode` and fake tensors are imported directly, because other libraries
+depend on them too.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from lightning_eff.core.errors import EnvironmentLacksError
 
 @cache
 def torch_private(place: str, feature: str) -> Any:
-    """Look up a private name of torch, `module:name`, for a feature.
+    """Look up a private name of torch, written as `module:name`, for a feature.
 
     Raises:
-        EnvironmentLacksError: This torch lacks the name, so the feature cannot work.
+        EnvironmentLacksError: The installed torch lacks the name, so the feature cannot work.
     """
     module, _, name = place.partition(":")
     try:
@@ -32,10 +33,10 @@ def torch_private(place: str, feature: str) -> Any:
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """Return a context that computes with real tensors: without fakes, recorders and other dispatch modes."""
+    """Return a context that computes with real tensors, outside of fake tensors and other dispatch modes."""
     return torch_private("torch.utils._python_dispatch:_disable_current_modes", "computing inside a mode")()
 
 
 def batch_norm_class() -> Any:
-    """Return the base class of all batch norms, including other libraries'."""
+    """Return the base class of all batch norms, including batch norms of other libraries."""
     return torch_private("torch.nn.modules.batchnorm:_BatchNorm", "the search for batch norms")

@@ -5,15 +5,15 @@ Fabric or a custom loop. A resumed pass runs in three steps:
 
 1. Set the random states that the saved pass began with. The sampler then draws the same order, and workers
    get the same seeds.
-2. Skip the batches that were already trained on. Only their indices are drawn. If workers may draw random
-   numbers, or if there are no indices, these batches are loaded and dropped.
-3. Set the random states of the save, so that the next step draws the same numbers.
+2. Skip the batches that were already trained on, and draw only their indices. If workers may draw random
+   numbers, or if the dataset has no indices, the skipped batches are loaded and dropped.
+3. Set the random states from the save, so that the next training step draws the same numbers.
 
-torch 2.13: `iter(loader)` first asks the sampler for its pass and then draws the workers' seed. The sampler
-draws its order when the first indices are requested; workers request them at once.
+In torch 2.13, `iter(loader)` first calls `iter(sampler)` and then draws the workers' seed. The sampler draws
+its order when the first indices are requested. A loader with workers requests indices immediately.
 
-A stateful loader (torchdata, litdata, Hugging Face) keeps its own position. If Lightning does not know a
-loader's length, it fetches one batch ahead, so the loader's state before that batch must be saved.
+A stateful loader (torchdata, litdata, Hugging Face) keeps its own position. If a loader has no length,
+Lightning fetches one batch ahead, so the loader's state from before that batch must be saved.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ NUM_HASHED = 16
 class IndexStream:
     """Wraps a loader's batch sampler, so that a resumed pass can skip batches without loading their samples.
 
-    A loader asks for a pass of indices, then draws its workers' seed, then requests the first indices. The
-    same order is drawn again only if the random states are the same both times.
+    A loader calls `iter` on this stream, then draws its workers' seed, then requests the first indices. To
+    repeat the saved order, the random states must be as saved at the call of `iter` and at this request.
 
     Args:
-        source: The loader's batch sampler, or its sampler if it does not batch. Not named `sampler`, since
-            Lightning sets the epoch of an attribute with that name.
+        source: The loader's batch sampler, or the sampler of a loader without batches. The name `sampler` is
+            avoided, because Lightning calls `set_epoch` on an attribute with that name.
         run: State shared by this rank's loaders.
     """
 
@@ -67,16 +67,16 @@ class IndexStream:
     num_skipped = 0
     """Number of batches that a resumed pass skips."""
     is_asked = False
-    """Whether the loader has asked for the indices of its current pass."""
+    """Whether the loader has called `iter` on this stream in its current pass."""
     remaining: list[Any] | None = None
-    """Indices of all batches of the next pass, in place of the sampler's; None uses the sampler's."""
+    """Indices of all batches of the next pass, which replace the sampler's indices; None uses the sampler."""
     first_states: RandomStates | None = None
-    """Random states when the current pass was asked for its first indices."""
+    """Random states when the loader requested the first indices of the current pass."""
 
     def __init__(self, source: Any, run: ResumableRun) -> None:
         self.source: Any
         self.hashes: list[int]
-        # Not by assignment, which `__setattr__` would forward to the source.
+        # Set attributes through `vars`, because `__setattr__` would forward an assignment to the source.
         vars(self).update(source=source, run=run, hashes=[])
 
     def __iter__(self) -> Iterator[Any]:
@@ -87,8 +87,8 @@ class IndexStream:
         """Yield the sampler's indices, and store hashes of the first batches in `hashes`."""
         self.hashes.clear()
         for batch in itertools.islice(indices, NUM_HASHED):
-            with contextlib.suppress(TypeError, AttributeError):  # objects are not hashed
-                # JSON, since indices may be ints, arrays, or lists of them; equal indices give equal text.
+            with contextlib.suppress(TypeError, AttributeError):  # other index types
+                # Hash JSON text: indices may be ints, arrays or lists, and equal indices give equal text.
                 text = json.dumps(batch, default=lambda array: array.tolist())
                 self.hashes.append(zlib.crc32(text.encode()))
             yield batch
@@ -98,20 +98,20 @@ class IndexStream:
         num_skipped, self.num_skipped = self.num_skipped, 0
         is_resumed, self.is_resumed = self.is_resumed, False
         run: ResumableRun = self.run
-        # The states of training, restored below, once the skipped indices have been drawn.
+        # The random states of training, which are restored below after the skipped indices are drawn.
         current = run.capture()
         if is_resumed:
             self.first_states = self.first_states or current
             run.restore(self.first_states)
-            # Samplers draw their order with the first index, so take one index with these states. It counts
-            # as the first skipped one, or is yielded below.
+            # Samplers draw their order with the first index, so take one index with these random states.
+            # This index is the first of the skipped indices, or is yielded below if nothing is skipped.
             taken = list(itertools.islice(indices, 1))
             first = run.capture()
             deque(itertools.islice(indices, max(0, num_skipped - 1)), maxlen=0)
             if has_global(differing(run.capture(), first)):
                 run.inexact.append(LATE_DRAWS)
-            # If nothing is skipped, the users' own generators ("generator.0") keep their states: requesting
-            # the first index has just advanced a sampler's generator to the right position.
+            # If nothing is skipped, do not restore the user's own generators ("generator.0"): the request of
+            # the first index has just advanced the sampler's generator to the right position.
             run.restore({k: v for k, v in current.items() if num_skipped or "." not in k})
             yield from () if num_skipped else taken
         else:
@@ -130,11 +130,11 @@ class IndexStream:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value) if hasattr(IndexStream, name) else setattr(self.source, name, value)
 
-    # So that `isinstance(loader.batch_sampler, ...)` of users and libraries sees the source's class.
+    # For `isinstance(loader.batch_sampler, ...)` in users' code and libraries.
     __class__ = property(lambda self: type(self.source))  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override
-    def __reduce__(self) -> Any:  # spawned workers get the source alone: they need no states
+    def __reduce__(self) -> Any:  # spawned workers get only the source, without random states
         return (copy.copy, (self.source,))
 
 
@@ -142,7 +142,7 @@ class ExactLoader(LoaderWrapper):
     """Wraps any training loader, and adds a position that can be saved and resumed.
 
     Args:
-        loader: The loader.
+        loader: The loader to wrap.
         run: State shared by this rank's loaders.
     """
 
@@ -154,7 +154,7 @@ class ExactLoader(LoaderWrapper):
         self.num_batches = 0
         self.is_over = False
         self.is_shared = False
-        """Whether this pass is this rank's part of an epoch that began on another number of ranks."""
+        """Whether this pass covers this rank's part of an epoch that began on another number of ranks."""
         self._start: RandomStates | None = None
         self._begun: RandomStates | None = None
         self._first: RandomStates | None = None
@@ -162,7 +162,7 @@ class ExactLoader(LoaderWrapper):
 
     @property
     def stream(self) -> IndexStream | None:
-        """Return the loader's index stream; None if it has none."""
+        """Return the loader's index stream; None if the loader has no stream."""
         samplers = (getattr(self.loader, name, None) for name in ("batch_sampler", "sampler"))
         return next((sampler for sampler in samplers if isinstance(sampler, IndexStream)), None)
 
@@ -170,7 +170,7 @@ class ExactLoader(LoaderWrapper):
         run, stream = self.run, self.stream
         position = self._begin()
         if run.is_before_epoch:
-            return iter(())  # `ExactResume` asks again after the samplers' `set_epoch`
+            return iter(())  # `ExactResume` calls `iter` again after `set_epoch`
         self.is_over = False
         self._start = run.capture() if position is None else position.start
         self._first = None if position is None else position.first
@@ -178,17 +178,17 @@ class ExactLoader(LoaderWrapper):
         num_dropped = 0 if is_stateful(self.loader) else self.num_batches
         if stream is not None:
             stream.first_states, stream.is_asked = self._first, False
-            # At a save before the first batch, the sampler had not drawn its order yet.
+            # If the save came before the first batch, the sampler had not drawn its order yet.
             stream.is_resumed = position is not None and self.num_batches + run.num_pending_ahead > 0
             stream.remaining = None if position is None else self._remaining(position)
             self.is_shared = stream.remaining is not None
             is_replayed = run.replays and getattr(self.loader, "num_workers", 0) > 0
-            # Skipped batches are not loaded. Workers may draw random numbers: they load batches to drop.
+            # Skip batches by index, unless workers may draw random numbers: then load and drop the batches.
             is_skipped = self.is_shared or not is_replayed
             stream.num_skipped = num_dropped if is_skipped else 0
             num_dropped -= stream.num_skipped
         iterator = iter(self.loader)
-        # Without workers the sampler has not been asked for its first indices yet.
+        # Without workers, the loader has not requested the first indices yet.
         is_lazy = stream is not None and stream.first_states is None
         self._begun = run.capture() if is_lazy or stream is None else None
         if stream is not None and position is not None:
@@ -201,7 +201,7 @@ class ExactLoader(LoaderWrapper):
         return self._batches(iterator, None if self.is_shared else position, is_begun=num_dropped > 0)
 
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
-        # Lightning fetches a batch ahead of these: keep the state before the last batch as well.
+        # Lightning fetches one batch ahead from such a loader, so also keep the state before the last batch.
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
         is_begun |= self.stream is not None
         while True:
@@ -217,12 +217,12 @@ class ExactLoader(LoaderWrapper):
             if self.run.report is not None:
                 self._first_batch(saved)
             if is_ahead:
-                # States after the previous and after this batch.
+                # The loader's states after the previous batch and after this batch.
                 self._states = self._states[1], self.loader.state_dict()
             yield batch
 
     def _begin(self) -> Position | None:
-        """Set the initial random states of a resumed pass and return its position; None for a new pass."""
+        """Set the first random states of a resumed pass and return its position; None for a new pass."""
         run, loader = self.run, self.loader
         if run.pending is not None and getattr(loader, "persistent_workers", False):
             run.inexact.append("persistent workers do not keep their random states")
@@ -238,10 +238,10 @@ class ExactLoader(LoaderWrapper):
         return saved
 
     def _compare(self, saved: Position) -> None:
-        """Detect changes since the save: reject them before the first batch, or report them as inexact."""
+        """Compare the dataset and the sampler with the saved position; reject or report a change."""
         run, current = self.run, self.position(0)
         num_saved = 0 if run.pending is None else len(run.pending.loaders)
-        # Each change: the saved value, the current one, and its name.
+        # Possible changes, as (saved value, current value, description).
         changes = [(num_saved, len(run.loaders), "loaders")]
         changes += [(saved.num_samples, current.num_samples, "samples")]
         changes += [(saved.batch_size, current.batch_size, "samples in a batch")]
@@ -260,9 +260,9 @@ class ExactLoader(LoaderWrapper):
             run.inexact.append(f"{before} {text} are now {now}")
 
     def _remaining(self, saved: Position) -> list[list[int]] | None:
-        """Return this rank's share of the remaining epoch, as indices, if the number of ranks has changed.
+        """Return the indices of this rank's remaining batches, if the number of ranks has changed.
 
-        None if that number is the same, or if the order of the epoch cannot be computed.
+        Return None if the number of ranks is the same, or if the order of the epoch cannot be computed.
         """
         run = self.run
         if run.num_saved_ranks == run.num_ranks:
@@ -276,10 +276,10 @@ class ExactLoader(LoaderWrapper):
             text = f"the order of {saved.order} is not known on other ranks"
             run.inexact.append(f"{text}: samples of this epoch may be seen again")
             return None
-        # In every step, each of the saved ranks took `batch_size` samples of the common order.
+        # In every step, each of the saved ranks took `batch_size` samples from the common order.
         rest = order[saved.num_batches * saved.batch_size * run.num_saved_ranks :]
-        # As torch's DistributedSampler does: repeat samples until all ranks get equally many; rank r takes
-        # every num_ranks-th one, starting with the r-th.
+        # As in torch's DistributedSampler, repeat samples until all ranks get the same number. Rank r takes
+        # the samples r, r + num_ranks, r + 2 * num_ranks, and so on.
         rest += rest[: -len(rest) % run.num_ranks]
         own = rest[run.rank :: run.num_ranks]
         batches = [own[i : i + saved.batch_size] for i in range(0, len(own), saved.batch_size)]
@@ -294,7 +294,7 @@ class ExactLoader(LoaderWrapper):
         if saved.order in ("sequential", "distributed in order"):
             return list(samples)
         if saved.order == "distributed":
-            # A sampler for a single rank yields the common order, of which each rank takes a part.
+            # A sampler for a single rank yields the common order that all ranks divide.
             sampler = DistributedSampler[int](samples, num_replicas=1, rank=0, seed=saved.seed)
             sampler.set_epoch(saved.epoch)
             return list(sampler)
@@ -303,7 +303,7 @@ class ExactLoader(LoaderWrapper):
         current = self.run.capture()
         self._begin_order(saved)
         order = list(RandomSampler(samples, generator=getattr(self.loader, "generator", None)))
-        # Drawing the order has advanced generators that the run still needs.
+        # Drawing the order has advanced the generators, which the run still needs in their former states.
         self.run.restore(current)
         return order
 
@@ -335,7 +335,7 @@ class ExactLoader(LoaderWrapper):
             if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
             self.run.restore(saved.start)
-            indices = iter(self.stream.source)  # some samplers draw here, others with the first index
+            indices = iter(self.stream.source)  # draws the order of some samplers; others draw with an index
             self._begin_order(saved)
             deque(itertools.islice(self.stream.hashed(indices), len(saved.hashes)), maxlen=0)
         self.check_order(saved)
@@ -361,7 +361,7 @@ class ExactLoader(LoaderWrapper):
     def position(self, num_ahead: int) -> Position:
         """Return the position `num_ahead` batches before the last batch that was handed out."""
         sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
-        # `first` usually equals the states just after the pass began, which a resumed run reaches by itself.
+        # Save `first` only if it differs from the states just after the pass began, which is rare.
         first = self._first if self.stream is None else self.stream.first_states
         is_needed = first is not None and (self._begun is None or differing(first, self._begun))
         return Position(
@@ -379,7 +379,7 @@ class ExactLoader(LoaderWrapper):
         )
 
     def own_state(self) -> dict[str, Any]:
-        """Return a stateful loader's state after the last trained batch; empty for other loaders."""
+        """Return a stateful loader's state after the last trained batch; return {} for other loaders."""
         if not is_stateful(self.loader):
             return {}
         return self._states[0] if self.run.num_ahead() else self.loader.state_dict()
@@ -390,7 +390,7 @@ class ExactLoader(LoaderWrapper):
             self.loader.load_state_dict(state)
             self._states = state, state
             if self.run.pending is not None and self.run.pending.is_over:
-                for _ in self.loader:  # finish the pass, so that the next one is the next epoch's
+                for _ in self.loader:  # finish the pass, so that the next pass is the next epoch
                     pass
 
 
@@ -409,8 +409,8 @@ class StatefulExactLoader(ExactLoader):
 class StandaloneLoader(ExactLoader):
     """A loader for use without a Trainer; its state has the position and random states of each rank.
 
-    Under Fabric it replaces Fabric's loader: it sets the sampler's epoch and moves batches to the device.
-    Fabric's loader begins a pass only with its first batch, which is after the random states are set.
+    Under Fabric, this class replaces Fabric's loader, sets the sampler's epoch, and moves batches to the GPU.
+    Fabric's loader would begin a pass only at the first batch, too late for the random states of the pass.
     """
 
     OWN = (*ExactLoader.OWN, "fabric_loader", "num_passes")
@@ -441,10 +441,10 @@ class StandaloneLoader(ExactLoader):
         return batches if device is None else (move_data_to_device(batch, device) for batch in batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of each rank, and the loader's own state; all ranks must call it."""
+        """Return the position of each rank, and the loader's own state; all ranks must call this method."""
         is_between = self.is_over or self._start is None
         positions = of_all_ranks(self.run.position(is_over=is_between))
-        # Within a pass, the resumed loader repeats this pass's number.
+        # If saved within a pass, the resumed loader begins with the same pass number.
         num_passes = self.num_passes - (not is_between)
         return {"positions": positions, "own": self.own_state(), "num_passes": num_passes}
 
@@ -456,21 +456,21 @@ class StandaloneLoader(ExactLoader):
 
 
 def observe(loader: Any, run: ResumableRun) -> Any:
-    """Put an `IndexStream` around a loader's sampler, if it has indices, so that passes can skip batches."""
+    """Wrap the sampler of a loader with indices in an `IndexStream`, so that passes can skip batches."""
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if has_indices and not is_stateful(loader):
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        # A loader that is observed again gets a new stream around its own sampler.
+        # A loader that is observed again gets a new stream around its original sampler.
         sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
-        # DataLoader.__setattr__ forbids it after construction.
+        # `DataLoader.__setattr__` forbids a new sampler after construction.
         object.__setattr__(loader, name, IndexStream(sampler, run))
         run.undo.callback(object.__setattr__, loader, name, sampler)
     return loader
 
 
 def wrap(loader: Any, run: ResumableRun) -> ExactLoader:
-    """Return the loader, wrapped and registered as one of the run's loaders."""
+    """Wrap a loader, and register the result as one of the run's loaders."""
     run.loaders.append((StatefulExactLoader if is_stateful(loader) else ExactLoader)(loader, run))
     return run.loaders[-1]
 
@@ -480,12 +480,12 @@ def sampler_of(loader: Any) -> Any:
     sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if sampler is None else sampler
     sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
-    # A batch sampler has the sampler of single indices inside.
+    # A batch sampler holds the sampler of single indices as its attribute `sampler`.
     return getattr(sampler, "sampler", sampler)
 
 
 def sampler_with_epoch(loader: Any) -> Any:
-    """Return the sampler or batch sampler whose epoch decides a loader's order; None if there is none."""
+    """Return the sampler or batch sampler with the epoch that decides a loader's order, or None."""
     samplers = (sampler_of(loader), getattr(loader, "batch_sampler", None))
     return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 

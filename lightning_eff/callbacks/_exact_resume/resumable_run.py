@@ -1,7 +1,7 @@
-"""The position of a rank in its data, and the state that all its loaders share.
+"""The position of a rank in its data, and the state that all loaders of the rank share.
 
-`callbacks/exact_resume` creates one `ResumableRun` per fit, and the loaders in loaders.py call it. A
-`RankPosition` is what a checkpoint holds for each rank.
+`callbacks/exact_resume` creates one `ResumableRun` per fit, and the loaders in loaders.py use this object. A
+checkpoint holds one `RankPosition` per rank.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Position:
     Args:
         num_batches: Batches that were trained on in this pass.
         start: Random states when the pass began.
-        first: Random states when the first indices were requested; None if they equal the states just after
-            the pass began.
+        first: Random states when the first indices were requested; None if these states equal the states just
+            after the pass began.
         order: Kind of order: `sequential`, `random`, `distributed`, `distributed in order`, or the sampler's
             class.
         seed: Seed of a distributed sampler.
-        epoch: Epoch of the sampler, if it has one.
-        num_samples: Length of the dataset; -1 if it has none.
+        epoch: Epoch of the sampler, or of the run if the sampler has no epoch.
+        num_samples: Length of the dataset; -1 if the dataset has no length.
         batch_size: Samples in a batch; -1 if the loader has no batch size.
         length: Batches in a pass; -1 if unknown.
         num_workers: Number of the loader's workers.
@@ -62,11 +62,11 @@ class RankPosition:
 
     Args:
         now: Random states at the save.
-        num_ahead: Batches that Lightning had fetched after the last trained one: 1 if it does not know the
-            length of the loader, else 0.
+        num_ahead: Batches that Lightning had fetched after the last trained batch: 1 for a loader without a
+            length, else 0.
         is_over: Whether the epoch had ended, so that the loaders begin a new pass.
         loaders: Positions in Lightning's order of loaders.
-        notes: Reasons that a resumed run is not exact.
+        notes: Reasons why a run that resumes here is not exact.
     """
 
     now: RandomStates
@@ -82,18 +82,18 @@ def num_ranks() -> int:
 
 
 def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
-    """Return the positions of all ranks in plain types, for a checkpoint; a collective.
+    """Gather the positions of all ranks in plain types, for a checkpoint; all ranks must call this function.
 
-    The position of one loader takes about 16 kB: random states that equal the states at the save are omitted.
+    A loader's position takes about 16 kB, because random states that equal those at the save are omitted.
     """
     content = asdict(own)
     for loader in content["loaders"]:
-        # Only the states that differ from those at the save; `_from_plain` adds the rest.
+        # Keep only the states that differ from those at the save; `_from_plain` adds the other states.
         loader["start"] = differing(loader["start"], own.now)
         loader["first"] = loader["first"] and differing(loader["first"], own.now)
     if num_ranks() == 1:
         return [content]
-    # Not `all_gather_object`, which unpickles data from other ranks.
+    # Why not `all_gather_object`: it unpickles data from other ranks.
     written = io.BytesIO()
     torch.save(content, written)
     # NCCL sends only tensors on a GPU.
@@ -107,7 +107,7 @@ def from_checkpoint(contents: list[Any]) -> list[RankPosition]:
     """Return the positions that `of_all_ranks` wrote.
 
     Raises:
-        CheckpointError: The contents are not positions.
+        CheckpointError: The contents are not saved positions.
     """
     try:
         return [_from_plain(**content) for content in contents]
@@ -126,11 +126,11 @@ def _from_plain(now: RandomStates, loaders: list[dict[str, Any]], **others: Any)
 
 
 class ResumableRun:
-    """The loaders of one rank.
+    """The loaders of one rank, and the state that they share.
 
     Args:
-        device: The device whose generator is saved, in addition to the CPU's.
-        replays: Whether workers' batches are loaded again and dropped, instead of skipped.
+        device: The device whose generator is saved, in addition to the CPU's generator.
+        replays: Whether workers load the already trained batches again, instead of skipping these batches.
         refuses_changes: Whether a dataset length or batch size that differs from the checkpoint is an error.
         rank: Rank of this process.
         num_ranks: Number of ranks of this run.
@@ -150,16 +150,16 @@ class ResumableRun:
         self.loaders: list[Any] = []
         """The `ExactLoader`s of this rank."""
         self.num_ahead: Callable[[], int] = int  # int() is 0
-        """Returns the number of batches that were handed out but not trained on yet."""
+        """Function that returns the number of batches that were handed out but not trained on yet."""
         self.epoch: Callable[[], int] = int
-        """Returns the number of the epoch, for samplers without an attribute `epoch`."""
+        """Function that returns the number of the epoch, for samplers without an attribute `epoch`."""
         self.pending: RankPosition | None = None
         """The position to resume; None once its random states are restored."""
         self.num_saved_ranks = 1
         self.is_begun = False
         """Whether a pass has begun at the pending position."""
         self.is_before_epoch = False
-        """Whether loaders must wait with the next epoch's pass until its start hooks have run."""
+        """Whether the loaders must delay the next epoch's pass until the epoch's start hooks have run."""
         self.num_remaining: list[int] = []
         """Remaining batches of the epoch per loader, if the number of ranks has changed."""
         self.did: list[str] = []
@@ -170,15 +170,15 @@ class ResumableRun:
         self.report: Callable[[], None] | None = None
         """Called after the first batch of a resumed run, when all differences are known."""
         self.refusal = ""
-        """The change of the data that stops the run; raised later, since Lightning hides errors of `iter`."""
+        """The error that stops the run. Raised by `before_batch`, since Lightning hides errors in `iter`."""
         self.isolated: RandomStates | None = None
-        """Random states before the validation that is running; training continues with them."""
+        """Random states before the validation that is running; training continues with these states."""
         self.undo = ExitStack()
-        """Restores the loaders' own samplers."""
+        """Restores the loaders' original samplers."""
         self._num_requests = 0
 
     def unwrap(self) -> None:
-        """Restore the own samplers of all loaders."""
+        """Restore the original samplers of all loaders."""
         self.undo.close()
         self.loaders.clear()
 
@@ -197,12 +197,12 @@ class ResumableRun:
 
         Args:
             is_over: Whether the epoch has ended.
-            is_in_step: Whether the last batch is still being trained on; a resumed run then begins with it.
-            notes: Reasons that a resumed run is not exact.
+            is_in_step: Whether the last batch is still in training; a resumed run then repeats this batch.
+            notes: Reasons why a run that resumes here is not exact.
         """
         if self.pending is not None:  # no batch was trained on since the resume
             changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks continued"]
-            # So the position is still the checkpoint's.
+            # The position is still the position in the checkpoint.
             return replace(self.pending, notes=[*self.pending.notes, *changed])
         num_ahead = self.num_ahead()
         loaders = [loader.position(num_ahead + is_in_step) for loader in self.loaders]
@@ -215,10 +215,11 @@ class ResumableRun:
     def resume(self, positions: list[RankPosition]) -> None:
         """Let the next passes begin at the positions of a checkpoint, one per saved rank.
 
-        If the number of ranks has changed, they divide the remaining epoch, and draw other random numbers.
+        If the number of ranks has changed, the ranks of this run divide the remaining samples of the epoch.
+        Random numbers then differ from those of an uninterrupted run.
         """
         self.num_saved_ranks = len(positions)
-        # A rank without a saved position takes another rank's: all divide the remaining samples anyway.
+        # A rank without a saved position uses another rank's, because all ranks divide the same samples.
         self.pending = positions[min(self.rank, len(positions) - 1)]
         self.is_begun, self.refusal = False, ""
         self.did, self.num_remaining, self.is_order_checked = [], [], True
@@ -239,7 +240,7 @@ class ResumableRun:
             self._num_requests = 0
         if self.pending.is_over or index >= len(self.pending.loaders):
             if not index:
-                # The next epoch begins with the random states at the save.
+                # The next epoch begins with the random states from the save.
                 self.restore(self.pending.now)
             return None
         return self.pending.loaders[index]
@@ -253,17 +254,17 @@ class ResumableRun:
         """Set the saved random states before the first batch that was not yet fetched at the save.
 
         Raises:
-            ConfigError: The dataset or the batch size has changed, in the middle of an epoch.
+            ConfigError: The dataset or the batch size has changed since a save in the middle of an epoch.
         """
         if self.refusal:
             raise ConfigError(key="state_dict", value="in mid-epoch", allowed=self.refusal)
-        # Lightning asks the loaders in turn, so counting the first one's requests is enough.
+        # Lightning requests one batch from each loader in turn, so the first loader's requests count steps.
         if self.pending is None or not self.is_begun or loader is not self.loaders[0]:
             return
         self._num_requests += 1
         if self.pending.is_over:
             self.pending = None
-        # Batches that had been fetched ahead were drawn before the save, with the states of the pass.
+        # Batches that Lightning had fetched ahead drew their random numbers before the save.
         elif self._num_requests > self.num_pending_ahead:
             self.restore(self.pending.now)
             self.pending = None
@@ -279,12 +280,12 @@ class ResumableRun:
         named = {f"generator.{index}": value for index, value in enumerate(found.values())}
         datasets = [getattr(loader.loader, "dataset", None) for loader in self.loaders]
         own = {id(value): value for each in datasets for value in _held(each) if isinstance(value, KINDS)}
-        # A generator that a loader shares with its dataset has one name, so that it is restored once.
+        # A generator that a loader shares with its dataset gets one name, so that it is restored only once.
         return named | {f"dataset.{i}": own[key] for i, key in enumerate(own) if key not in found}
 
 
 def _held(owner: Any) -> list[Any]:
-    """Return the attributes of an object, and of the samplers and datasets among them, recursively."""
+    """Return the attribute values of an object and, recursively, of its samplers and datasets."""
     values: list[Any] = []
     owners, seen = [owner], set[int]()
     while owners:

@@ -1,5 +1,5 @@
-"""Build a run's optimizer from its class: parameter groups, schedules, wrappers, a gradient check.
+"""Build a run's optimizer from its class, with parameter groups, schedules, wrappers and a gradient check.
 
-`callbacks/optimizer_choice`, which recipes use too, calls `build.configure`. Techniques in optimizer/ wrap
-others by composite.py; `monitors/gradient_check` uses first_gradients.py.
+`callbacks/optimizer_choice`, which recipes use too, calls `build.configure`. Techniques in optimizer/ use
+composite.py to wrap other optimizers; `monitors/gradient_check` uses first_gradients.py.
 """

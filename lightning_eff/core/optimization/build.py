@@ -1,10 +1,10 @@
 """Build a module's `configure_optimizers` from an optimizer and a schedule.
 
-`configure` serves `callbacks/optimizer_choice`, through which run.py builds a recipe's `optimizer` and
-`scheduler` groups. Norms and biases get no weight decay. Hidden matrices are marked for optimizers that ask
-for it. If the module's own optimizer is replaced, its groups are kept: which parameters are trained, and
-their fractions of the learning rate. Its schedule cannot be kept, because a scheduler is bound to its
-optimizer and holds per-group lists and other schedulers.
+`callbacks/optimizer_choice` calls `configure`; through this callback, run.py builds a recipe's `optimizer`
+and `scheduler` groups. Norms and biases get no weight decay. Hidden matrices are marked for optimizers that
+treat them differently. If the module's own optimizer is replaced, its parameter groups are kept, with each
+group's fraction of the learning rate. The module's own schedule cannot be kept, because a scheduler is bound
+to its optimizer and holds per-group lists and other schedulers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ SchedulerFactory = Callable[..., LRScheduler]
 
 
 def factory_keywords(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keywords of a `functools.partial`, including keywords of partials among its arguments."""
+    """Return the keywords of a `functools.partial`, and of partials among its keyword arguments."""
     keywords: dict[str, Any] = dict(getattr(factory, "keywords", {}))
     for inner in [value for value in keywords.values() if isinstance(value, functools.partial)]:
+        # Outer keywords have precedence over keywords of inner partials.
         keywords = factory_keywords(inner) | keywords
     return keywords
 
@@ -51,25 +52,25 @@ def optimizer_classes(factory: Callable[..., Any]) -> list[type]:
 def build(
     module: nn.Module, optimizer: OptimizerFactory, own: Sequence[Mapping[str, Any]] | None = None
 ) -> Optimizer:
-    """Build the optimizer for `module`, with the groups of its own optimizer if it has one."""
+    """Build the optimizer for `module`; `own` has the groups of the module's own optimizer, or is None."""
     keywords, kinds = factory_keywords(optimizer), optimizer_classes(optimizer)
     if kinds:
         signatures = [inspect.signature(kind).parameters for kind in kinds]
         decay = next((s["weight_decay"].default for s in signatures if "weight_decay" in s), 0.0)
-    else:  # a plain function shows no class: build one optimizer over an unused parameter
+    else:  # a plain function does not show its class, so build an optimizer of an unused parameter
         probe = optimizer([nn.Parameter(torch.zeros(1, 1))])
         kinds, decay = [type(probe)], probe.param_groups[0].get("weight_decay")
     needs_hidden = any(getattr(kind, "hidden_groups", False) for kind in kinds)
     hidden = hidden_matrices(module, keywords.get("rest")) if needs_hidden else None
     decays = bool(keywords.get("weight_decay", decay))
     groups = parameter_groups(module, decays=decays, hidden=hidden, own=own)
-    # `lr_fraction` is not an option of any optimizer: remove it, and apply it to the rates afterwards.
+    # No optimizer accepts `lr_fraction` as an option: remove it here, and apply it to the rates below.
     popped = [(group.pop("lr_fraction", None), group["params"]) for group in groups]
     fraction_of = {parameter: fraction for fraction, parameters in popped for parameter in parameters}
     built = optimizer(groups)
     if own is not None:
         for group in built.param_groups:
-            # All parameters of a group have the same fraction.
+            # All parameters of a group have the same fraction, so read it from the first parameter.
             fraction = fraction_of[group["params"][0]]
             if fraction is not None:
                 group["lr"] = group["lr"] * fraction
@@ -86,11 +87,11 @@ def configure(
 
     Args:
         module: The module whose `configure_optimizers` is replaced.
-        optimizer: Called with parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: Called with the optimizer, and stepped after each optimizer step. If its keyword
-            `total_steps` is None, it gets the Trainer's number of steps. None keeps a constant rate; "none"
-            also does, and may replace the module's own schedule.
-        own_method: The module's own `configure_optimizers`, whose groups are kept.
+        optimizer: Function of parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
+        scheduler: Function of the optimizer; the schedule is stepped after each optimizer step. A keyword
+            `total_steps` of None is replaced by the Trainer's number of steps. None and "none" keep a
+            constant rate; unlike None, "none" may replace the module's own schedule.
+        own_method: The module's own `configure_optimizers`, whose parameter groups are kept.
 
     Raises:
         ConfigError: The module has its own schedule, and `scheduler` is None.
@@ -109,35 +110,37 @@ def configure(
             remedy = "OptimizerChoice(optimizer=..., scheduler=functools.partial(StepLR, step_size=10))"
             remedies = [remedy, 'OptimizerChoice(optimizer=..., scheduler="none"), for a constant rate']
             raise ConfigError(key="scheduler", value=None, allowed=allowed, remedies=remedies)
+        # The replaced optimizer may have hooks on the parameters (optimizer/in_backward.py).
         if hasattr(own, "close"):
             own.close()
         groups = _groups_of(own)
     built = build(module, optimizer, groups)
     if scheduler is None or scheduler == "none":
         return [built], []
-    # A scheduler that takes `total_steps`, and has not been given it, gets the Trainer's number of steps.
+    # If the scheduler's parameter `total_steps` is None, pass the Trainer's number of steps.
     keywords = getattr(scheduler, "keywords", {})
     parameter = inspect.signature(getattr(scheduler, "func", scheduler)).parameters.get("total_steps")
     default = "unknown" if parameter is None else parameter.default
     filled: dict[str, Any] = {}
     if keywords.get("total_steps", default) is None:
+        # Lightning returns -1 or infinity if it cannot estimate the number of steps.
         steps = module.trainer.estimated_stepping_batches
         filled["total_steps"] = int(steps) if 0 < steps < float("inf") else None
     return [built], [{"scheduler": scheduler(built, **filled), "interval": "step"}]
 
 
 def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups of the replaced optimizer, with their fractions of its learning rate."""
+    """Return the groups of the replaced optimizer, each with its fraction of the learning rate."""
     rates = [float(g.get("max_lr", g.get("initial_lr", g.get("lr", 0.0)))) for g in own.param_groups]
     default = float(own.defaults.get("lr", 0.0))
-    # Fractions are relative to the default rate, unless no group uses it.
+    # Fractions are relative to the default rate or, if no group uses the default, to the largest rate.
     base = default if default in rates else max(rates)
     groups: list[dict[str, Any]] = []
     for group, rate in zip(own.param_groups, rates, strict=True):
         kept = {"params": group["params"]}
         if base and rate != base:
             kept["lr_fraction"] = rate / base
-        if own.defaults.get("weight_decay"):  # without a decay, a group's 0.0 excludes nothing
+        if own.defaults.get("weight_decay"):  # with a default of 0.0, a group's 0.0 excludes no parameter
             kept["weight_decay"] = group.get("weight_decay")
         groups.append(kept)
     return groups
@@ -150,14 +153,15 @@ def parameter_groups(
     hidden: set[Tensor] | None = None,
     own: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Split the trainable parameters into matrices and the rest, which gets no weight decay.
+    """Split the trainable parameters into groups with weight decay (matrices) and without weight decay.
 
     Args:
-        module: Its trainable parameters are split, each once.
+        module: Module whose trainable parameters are split; a shared parameter is counted once.
         decays: Whether the optimizer has a weight decay.
-        hidden: Parameters to mark with `hidden: True`; the rest get `hidden: False`. None marks none.
-        own: Groups of the module's own optimizer. Each is split; parameters outside of all groups are left
-            out, frozen ones stay in. A key `lr_fraction` is kept.
+        hidden: Parameters to mark with `hidden: True`; other parameters get `hidden: False`. With None, no
+            parameter is marked.
+        own: Groups of the module's own optimizer, each of which is split; a key `lr_fraction` is kept.
+            Parameters outside of all groups are left out. Frozen parameters in a group are kept.
 
     Raises:
         ConfigError: No parameter is trainable.
@@ -172,11 +176,12 @@ def parameter_groups(
         for parameter in candidate["params"]:
             if own is None and not parameter.requires_grad:
                 continue
+            # Matrices get weight decay, unless the module's own optimizer excluded their group.
             is_decayed = not decays or (parameter.dim() >= 2 and candidate.get("weight_decay") != 0.0)
             options: dict[str, Any] = {} if is_decayed else {"weight_decay": 0.0}
             options |= {"hidden": parameter in hidden} if hidden is not None else {}
             options |= {"lr_fraction": candidate["lr_fraction"]} if "lr_fraction" in candidate else {}
-            # Parameters with the same group and options share a new group.
+            # Parameters that share an old group and the same options also share a new group.
             key = (index, *options.items())
             groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
     if not any(parameter.requires_grad for group in groups.values() for parameter in group["params"]):
@@ -190,12 +195,13 @@ def parameter_groups(
 def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set[Tensor]:
     """Return the matrices of hidden layers, without embeddings and the output layer.
 
-    A matrix is a parameter called `weight` or `..._weight`. Every linear layer with as many outputs as the
-    largest embedding has entries counts as the output layer. Without an embedding, name it in `rest`.
+    Only a 2-D parameter with a name like `weight` or `..._weight` counts as a matrix. A linear layer counts
+    as the output layer if it has as many outputs as the largest embedding has entries. For a model without an
+    embedding, name the output layer in `rest`.
 
     Args:
-        module: Its parameters are searched.
-        rest: Patterns of parameter names that are not hidden either, for example a classifier's.
+        module: Module whose parameters are searched.
+        rest: Patterns of names of other parameters that are not hidden, for example of a classifier.
 
     Raises:
         ConfigError: A pattern matches no parameter.
@@ -212,6 +218,7 @@ def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set
             allowed = f"a parameter's name; {suggest_name(pattern, names)}"
             raise ConfigError(key="optimizer.rest", value=pattern, allowed=allowed)
     tables = [layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    # The largest embedding is the vocabulary; smaller embeddings may be positions or token types.
     vocabulary = max((table.num_embeddings for table in tables), default=0)
     heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
     excluded = {parameter for layer in [*tables, *heads] for parameter in layer.parameters(recurse=False)}

@@ -1,8 +1,8 @@
-"""Optimizers that wrap others: a single `Optimizer` for Lightning, schedulers and checkpoints.
+"""Optimizers that wrap other optimizers, and act as one optimizer for Lightning and schedulers.
 
-optimizer/in_backward.py and optimizer/cpu_offload.py are built on it. Parameter groups and state of a wrapper
-are its inner optimizers' own. A scheduler that sets a group's learning rate thus reaches them, and a
-checkpoint has the layout of the optimizer that does the work.
+optimizer/in_backward.py and optimizer/cpu_offload.py are built on this module. A wrapper shares its parameter
+groups and its state with its inner optimizers. So a scheduler that sets the wrapper's learning rate reaches
+the inner optimizers, and a checkpoint has the layout of the inner optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_eff.core.errors import ConfigError
 
 OptimizerFactory = Callable[..., Optimizer]
-"""Builds an optimizer from parameter groups: a class, or a `functools.partial` of one."""
+"""A callable that builds an optimizer from parameter groups: a class, or a `functools.partial` of a class."""
 
 ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
 """The default inner optimizer of `PerParameter`."""
@@ -28,14 +28,14 @@ ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
 
 @runtime_checkable
 class FreesGradients(Protocol):
-    """An optimizer that uses a gradient as soon as it is ready, and frees it before `step` is called."""
+    """An optimizer that uses a gradient as soon as it is ready, and frees the gradient before `step`."""
 
     register_gradient_hook: Callable[[Callable[[Tensor, Tensor], None]], RemovableHandle]
-    """Call `hook(parameter, gradient)` with every gradient before it is used."""
+    """Register a `hook(parameter, gradient)`, which is called before the optimizer uses a gradient."""
 
 
 class WrapperOptimizer(Optimizer):
-    """Base of optimizers that wrap others and have no state themselves, so they cannot be copied."""
+    """Base of optimizers that wrap other optimizers; a wrapper cannot be copied or pickled."""
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -45,17 +45,19 @@ class WrapperOptimizer(Optimizer):
 
 
 class PerParameter(WrapperOptimizer):
-    """One inner optimizer per parameter, so that a parameter can step as soon as its gradient is ready.
+    """A wrapper with one inner optimizer per parameter, so that each parameter can step separately.
 
     Args:
-        params: Parameters or groups.
-        optimizer: Called with all groups, for their options, and with each parameter; None for `ADAMW`.
-        copy: Returns the tensor that is updated instead of a parameter; None updates the parameter.
+        params: Parameters, or parameter groups.
+        optimizer: Function that builds an inner optimizer; None uses `ADAMW`. The function is called once
+            with all groups, to read their options, and once per parameter.
+        copy: Function that returns the tensor to update in place of a parameter; with None, the inner
+            optimizer updates the parameter.
         options: Keywords of the inner optimizers that the wrapper sets, for example `lr`.
 
     Raises:
-        ConfigError: `optimizer` sets one of `options` itself, or cannot step a single parameter, which may
-            show only in the first step.
+        ConfigError: `optimizer` sets one of `options` itself, or cannot step a single parameter. The first
+            step may also raise this error.
     """
 
     def __init__(
@@ -72,16 +74,16 @@ class PerParameter(WrapperOptimizer):
             allowed = f"{key} on the outer optimizer alone"
             raise ConfigError(key=f"optimizer.{key}", value=keywords[key], allowed=allowed)
         self._factory = functools.partial(inner, **options)
-        # For its groups, defaults and class; it never steps.
+        # The template only provides groups, defaults and class; it never steps.
         template = self._factory(params)
         if isinstance(template, WrapperOptimizer):
             kind, allowed = type(template).__name__, "one that can step a single parameter"
             raise ConfigError(key="optimizer", value=kind, allowed=allowed)
         self.kind_behind = type(template)
-        """The class that does the work and defines the layout of the state."""
+        """The class of the inner optimizers, which defines the layout of the state."""
         self._copy = copy
         self.copies: dict[Tensor, Tensor] = {}
-        """The tensor that the inner optimizer updates, by parameter: itself, or its copy on the host."""
+        """By parameter, the tensor that the inner optimizer updates: the parameter or its host copy."""
         self._inner: dict[Tensor, Optimizer] = {}
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         super().__init__(template.param_groups, template.defaults)
@@ -93,10 +95,10 @@ class PerParameter(WrapperOptimizer):
         for parameter in group["params"]:
             copy = self.copies[parameter] = self._copy(parameter) if self._copy is not None else parameter
             self._group_of[parameter] = group
-            # With the options of its group, which `step_parameter` updates later.
+            # The inner optimizer starts with the options of its group; `step_parameter` updates them later.
             inner: Any = self._factory([group | {"params": [copy]}])
             self._inner[parameter] = inner
-            # Random numbers depend on a parameter's position: make it the position in one optimizer for all.
+            # Random numbers depend on a parameter's position: use the position among all parameters.
             if hasattr(inner, "first_index"):
                 inner.first_index = len(self.copies) - 1
 
@@ -106,15 +108,17 @@ class PerParameter(WrapperOptimizer):
         inner_group = inner.param_groups[0]
         inner_group |= group | {"params": inner_group["params"]}
         inner.step()
+        # Checked after the first step: an optimizer may add counters to its groups only then.
         if parameter not in self.state and inner.param_groups[0].keys() != group.keys():
             allowed = "one that keeps its state per parameter; this one keeps counters in its groups"
             raise ConfigError(key="optimizer", value=self.kind_behind.__name__, allowed=allowed)
-        # The same dictionary, not a copy: a checkpoint of this optimizer reads the inner state.
+        # Share the dictionary instead of copying it: a checkpoint of this optimizer reads the inner state.
         self.state[parameter] = inner.state[self.copies[parameter]]
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        # Loading has created new dictionaries, which the inner optimizers do not have yet.
         self.share_state()
 
     def share_state(self) -> None:
@@ -126,5 +130,6 @@ class PerParameter(WrapperOptimizer):
                 inner.state.clear()
                 if parameter in self.state:
                     inner.state[self.copies[parameter]] = self.state[parameter]
-                if hasattr(inner, "restore_state_dtype"):  # torch has cast the state to the parameter's dtype
+                # `load_state_dict` of torch has cast the state to the parameter's dtype.
+                if hasattr(inner, "restore_state_dtype"):
                     inner.restore_state_dtype()

@@ -1,7 +1,7 @@
 """Check after the first optimizer step that every trainable parameter got a finite gradient.
 
-`monitors/gradient_check` uses it. In automatic optimization, a step in which no parameter has a gradient had
-no backward pass, because `training_step` returned None; the next step is checked instead.
+`monitors/gradient_check` uses this module. In automatic optimization, `training_step` may return None; then
+the step has no backward pass and no parameter has a gradient. After such a step, the next step is checked.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MAX_NAMES = 5
 
 
 class GradientError(RuntimeError):
-    """Some parameters would not be trained, as the first gradients show; the text names them."""
+    """The first gradients show that some parameters would not be trained; the text names these parameters."""
 
     exit_code = EXIT_FAILED
 
 
 class FirstGradients:
-    """Checks gradients once, in the first step of each optimizer; `remove_hooks` ends it early.
+    """Checks gradients once, in the first step of each optimizer; `remove_hooks` ends the check early.
 
     Args:
-        remedy: Remedy for a missing gradient, for the error's text.
+        remedy: Remedy that the error for a missing gradient shows.
         unused: Patterns of parameter names that need no gradient.
     """
 
@@ -47,7 +47,7 @@ class FirstGradients:
         """Reject a pattern in `unused` that matches no parameter.
 
         Raises:
-            ConfigError: A pattern matches nothing.
+            ConfigError: A pattern matches no parameter.
         """
         names = [name for name, _ in module.named_parameters()]
         for pattern in self.unused:
@@ -56,19 +56,19 @@ class FirstGradients:
                 raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
-        """Check the gradients of the next step of each optimizer, or Lightning's wrapper of one."""
+        """Check the gradients in the next step of each optimizer; accept Lightning's wrappers too."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._skips_steps, self._unchecked = getattr(module, "automatic_optimization", False), []
         for wrapped in optimizers:
-            # DeepSpeed steps flattened tensors; its strategy provides the parameters' groups as
-            # `whole_groups`.
+            # DeepSpeed steps flattened tensors; this package's strategy provides the original parameter
+            # groups as `whole_groups`.
             full_groups = getattr(wrapped, "whole_groups", None)
             optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
-            # For gradients that are freed before `step` ends. A sum is finite only if all its terms are.
+            # For gradients that are freed before `step` ends. A sum is finite only if all terms are finite.
             sums: dict[int, Tensor] = {}
             handles: list[RemovableHandle] = []
             check = partial(self._check, names, full_groups, sums, handles)
-            # After the step: gradient clipping and unscaling have run.
+            # Check after the step, when gradient clipping and unscaling have run.
             handles.append(optimizer.register_step_post_hook(check))
             if isinstance(optimizer, FreesGradients):
                 keep = optimizer.register_gradient_hook(lambda p, g, sums=sums: sums.update({id(p): g.sum()}))
@@ -89,7 +89,7 @@ class FirstGradients:
         *_: Any,
     ) -> None:
         if not handles:
-            return  # after the first step; the hook cannot be removed while torch iterates the step hooks
+            return  # The check is done. A hook cannot remove itself while torch iterates the step hooks.
         missing: list[str] = []
         broken: list[str] = []
         groups = full_groups or stepped.param_groups
@@ -104,11 +104,13 @@ class FirstGradients:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             if not torch.isfinite(values).all():
                 broken.append(name)
+        # Clear the sums before a skipped step returns, so that the next step has new sums.
         sums.clear()
         is_skipped = self._skips_steps and all(gradient is None for gradient in gradients)
         self._unchecked = missing if is_skipped else []
         if is_skipped:
             return
+        # The first handle is this hook, which torch is calling now.
         for handle in handles[1:]:
             handle.remove()
         handles.clear()
@@ -134,14 +136,14 @@ class FirstGradients:
             )
 
     def remove_hooks(self) -> None:
-        """Remove the remaining hooks."""
+        """Remove the hooks that are still registered."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def parameters_have(names: list[str]) -> str:
-    """Return the start of a sentence about parameters.
+    """Return the start of a sentence about parameters, up to the verb.
 
     Example:
         >>> parameters_have(["head.weight"])
