@@ -47,7 +47,7 @@ def publish(
         path: The JSON file to write; with None, no file is written.
         figures: Results as plain values, by name.
         table: Function that turns the content of the JSON file into text.
-        packages: Packages whose versions are stored in addition to the usual ones.
+        packages: Packages whose versions are stored in addition to the default packages.
     """
     content = {"command": _command(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     content |= {"machine": _machine(), "versions": _versions(packages), **figures}

@@ -37,7 +37,7 @@ SMALL = [
 LAST = 10
 """Number of final steps over which the training loss is averaged."""
 STEPS_OF_A_MEAN = 20
-"""Number of steps that one row of the curves averages."""
+"""Number of steps over which each row of the curves is averaged."""
 
 
 def trained(name: str, seed: int, lr: str | None, folder: Path, more: list[str]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Count the live bytes of one training step under each gradient checkpointing policy, storage by storage.
 
-The model is a GPT of 12 layers, d_model=512, 8 heads, 50,304 tokens of vocabulary and 512 positions (63.5 M
-parameters), trained in float32 with AdamW. The step runs on fake tensors, which have shapes but no memory.
-With `--real 1`, batch size 1 also runs with real tensors, and both counts must agree to the byte.
+The model is a GPT with 12 layers, d_model=512, 8 heads, 50,304 tokens of vocabulary and 512 positions (63.5 M
+parameters). AdamW trains it in float32. The step runs on fake tensors, which have shapes but no memory. With
+`--real 1`, batch size 1 also runs with real tensors, and both counts must agree to the byte.
 
     python benchmarks/live_bytes.py --real 1 --json benchmarks/live_bytes.json
 """

@@ -43,7 +43,7 @@ def optional(module: str, name: str) -> Callable[..., Any] | None:
 
 
 def factories() -> dict[str, Callable[..., Any] | None]:
-    """Return the compared optimizers; the first one is the baseline."""
+    """Return the compared optimizers; the first optimizer is the baseline."""
     adamw = functools.partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1)
     return {
         "adamw loop": functools.partial(adamw, foreach=False, fused=False),

@@ -6,8 +6,8 @@ The losses alternate in rounds on one thread, and the table shows the CPU time o
 no kernels for a CPU. Triton's interpreter runs Liger's GPU kernels, so Liger's memory and errors are valid,
 but its time is not shown.
 
-The second table shows float16 with a loss scale. Its errors are those of the gradients of weight rows whose
-class is no target. These gradients underflow if a loss computes them before the loss is scaled.
+The second table shows float16 with a loss scale. The errors in this table are of the gradients of weight rows
+whose class is no target. These gradients underflow if a loss computes them before the loss is scaled.
 
     TRITON_INTERPRET=1 OMP_NUM_THREADS=1 python benchmarks/tiled_loss.py --json benchmarks/tiled_loss.json
 """
@@ -129,7 +129,7 @@ def verdict(row: dict[str, Any], plain: dict[str, Any], most_mb: float) -> str:
 
 
 def case(dtype: torch.dtype, sizes: tuple[int, ...], rounds: int, *, is_frozen: bool) -> list[dict[str, Any]]:
-    """Return a row for each loss."""
+    """Return the rows of one dtype, one row per loss."""
     num_rows, width, num_classes = sizes
     torch.manual_seed(0)
     x0, weight0 = torch.randn(num_rows, width), torch.randn(num_classes, width) * STD
@@ -173,7 +173,7 @@ def float16_rows(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     exact = exact[others] * LOSS_SCALE
     rows: list[dict[str, Any]] = []
     losses = contenders()
-    losses.pop("liger", None)  # its chunks of few rows take too long in float16 on a CPU
+    losses.pop("liger", None)  # Liger's small chunks take too long in float16 on a CPU
     for name, loss in losses.items():
         trained = weight.clone().requires_grad_()
         _, found = torch.autograd.grad(loss(x, trained, target).float() * LOSS_SCALE, [x, trained])

@@ -1,15 +1,15 @@
 """Report a run's techniques, the effect of each technique, and the run's time, FLOPs and memory.
 
-The report is printed at the end of `fit`. It is also written as `efficiency.json` (the ledger) and
+The report is printed at the end of `fit`. The report is also written as `efficiency.json` (the ledger) and
 `report.html` next to the run's other files. A failed run writes both files too, with the reason of the
 failure. After the last checkpoint of a failed run, both files are updated. All training batches except the
 first few are timed; validation is excluded. Peak memory is the allocator's peak. A CPU has no allocator peak,
 so its peak memory is the maximum of live bytes in the first batches, counted storage by storage. Compiled
-models are timed, but their operations are not counted, because a compiled graph does not dispatch them one by
-one. MFU is shown for GPUs with a published peak. Parts of a step, modules and kinds of operations are timed
-in eleven later batches (report/step_time.py). A notebook that displays the monitor shows the page. After an
-OOM error on CUDA, `memory_snapshot.pickle` has every block of the allocator. With `record_memory_history`,
-the snapshot also has the stack trace of each allocation, and allocations are slower.
+models are timed, but their operations are not counted, because a compiled graph does not dispatch each
+operation. MFU is shown for GPUs with a published peak. Parts of a step, modules and kinds of operations are
+timed in eleven later batches (report/step_time.py). A notebook that displays the monitor shows the page.
+After an OOM error on CUDA, `memory_snapshot.pickle` has every block of the allocator. With
+`record_memory_history`, the snapshot also has the stack trace of each allocation, and allocations are slower.
 
 The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
 `eff/gradient_norm` (of the full gradient, before clipping), `eff/samples_per_second`,
@@ -199,6 +199,7 @@ class EfficiencyReport(pl.Callback):
             self._logged.end_batch(trainer, step)
         # In automatic optimization Lightning divides a batch's loss by accumulate_grad_batches.
         divisor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        # A batch in the middle of an accumulation window belongs to the next step.
         self._losses.add(step if step > self._last_step else step + 1, outputs, divisor)
         self._last_step = step
 
@@ -247,7 +248,7 @@ class EfficiencyReport(pl.Callback):
                 self._print()
 
         # Later callbacks may save checkpoints now, even in the background. The strategy's teardown waits for
-        # these saves, and runs after all callbacks' hooks.
+        # background saves, and runs after all callbacks' hooks.
         strategy.teardown = teardown_then_update
 
     def _finish(self, trainer: pl.Trainer, meter: Meter, *, status: str, reason: str) -> None:
@@ -311,6 +312,7 @@ class EfficiencyReport(pl.Callback):
         rows: list[dict[str, Any]] = []
         for technique, arguments in self._asked:
             outcome = technique.outcome()
+            # Before the first optimizer step, a technique cannot have had an effect.
             has_run = trainer.global_step > self._first_step
             status = ("applied" if outcome.effective else "no effect") if has_run else "not run"
             row = {"technique": name_of(technique), "asked": arguments, "status": status}

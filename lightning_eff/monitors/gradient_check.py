@@ -52,8 +52,8 @@ class GradientCheck(pl.Callback):
             stops; with None, losses are not checked.
 
     Raises:
-        GradientError: A parameter has no finite gradient after its optimizer's first step, the loss was not
-            finite in `max_nonfinite_steps` consecutive steps, or the run had no backward pass.
+        GradientError: A parameter has no finite gradient after its optimizer's first step, or the loss was
+            not finite in `max_nonfinite_steps` consecutive steps. A run without a backward pass raises too.
 
     Example:
         >>> check = GradientCheck(unused=["teacher.*"])

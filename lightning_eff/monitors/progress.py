@@ -1,10 +1,10 @@
 """Show a run's progress as a bar on a terminal, or as a new line every few seconds in a log file or CI.
 
-The bar and the lines show the optimizer step, the time left, the module's progress bar metrics, and the
-samples per second since the last update. The bar also shows the bytes that the device's allocator has
-reserved, and the peak of allocated bytes. On a CPU the bar shows the resident memory of the process. With
-`EfficiencyReport` the bar also shows which fraction of the time since the last update was spent waiting for
-data.
+The bar and the lines show the optimizer step, the time left, and the module's progress bar metrics. The
+samples per second since the last update are shown too. The bar also shows the bytes that the device's
+allocator has reserved, and the peak of allocated bytes. On a CPU the bar shows the resident memory of the
+process. With `EfficiencyReport` the bar also shows which fraction of the time since the last update was spent
+waiting for data.
 
 Saves: nothing.
 Costs: one read of the clock per batch, and one update of the bar or one line at each interval.

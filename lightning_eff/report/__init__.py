@@ -7,7 +7,7 @@ first, which selects the batches to count and to time. The meter counts operatio
 collects curves, and `logged.py` sends figures to loggers.
 
 To change the presentation, read `display.py` (sentences, terminal text, HTML page), `charts.py`,
-`report.html.j2` and `files.py`. `advice.py` suggests techniques, and predicts their savings from a record.
-The planner applies the same counters to steps on fake tensors. `model_weights.py` and `sharding.py` compute
-the memory per device for many devices; each strategy implements `Sharding`.
+`report.html.j2` and `files.py`. `advice.py` suggests techniques, and predicts the saving of each technique
+from a record. The planner applies the same counters to steps on fake tensors. `model_weights.py` and
+`sharding.py` compute the memory per device for many devices; each strategy implements `Sharding`.
 """

@@ -5,8 +5,8 @@
 None if the technique would not help. To predict the saving, `suggest` replays the recorded allocations
 without the allocations that the technique avoids. `advise` omits techniques that the rules reject in this
 run, and techniques that the run already used. Savings of time are not predicted. A technique that saves time
-is suggested if a large part of the step is spent in the operations that the technique speeds up
-(`Observed.time_share`, report/step_time.py).
+is suggested if the step spends a large part of its time in operations that the technique speeds up
+(`Observed.time_share`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_eff.report.recording import ACTIVATIONS, TEMPORARIES, Allocation,
 MIN_SAVING = 0.05
 """Minimum saving of a suggestion, as a fraction of the peak."""
 MIN_TIME = 0.3
-"""Minimum fraction of a step's time in one kind of operation, for techniques that speed up this kind."""
+"""Minimum fraction of step time in a kind of operation; techniques for other kinds are not suggested."""
 SMALL_OPERATION_S = 20e-6
 """Seconds. Operations with a smaller mean time take as long to launch as to compute."""
 MAX_SUGGESTIONS = 5
@@ -125,7 +125,7 @@ class Observed:
 
     @property
     def has_adamw(self) -> bool:
-        """Whether the run uses torch's AdamW and `OptimizerChoice` could replace it."""
+        """Whether the run uses torch's AdamW, and `OptimizerChoice` could replace this optimizer."""
         callbacks: Any = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         is_chosen = any(name_of(each) == "callbacks/optimizer_choice" for each in callbacks)
         # OptimizerChoice rejects a module that returns its own scheduler.
@@ -207,8 +207,10 @@ class Observed:
                     sizes.update(made_again)
                     live += sum(made_again.values())
                     remade[owner] |= made_again.keys()
+            # An event has the storage's new size, not the difference.
             live += size - sizes[index]
             sizes[index] = size
+            # When no recomputed tensor is alive, the next event recomputes an earlier call.
             if not size:
                 remade[owner].discard(index)
             top = max(top, live)
@@ -225,6 +227,7 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     used = {row["technique"] for row in rows}
     components = rules.trainer_components(run.trainer)
     facts = rules.run_facts(run.trainer, run.module)
+    # Findings about the run itself do not count against a suggestion.
     before = {str(each) for each in rules.check_rules(components, facts)}
     for_memory, for_time = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, technique in catalog.techniques_with("suggest").items():
@@ -252,4 +255,5 @@ def advise(run: Observed, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         row = {"technique": name, "try": each.remedy, "saved_bytes": saved_bytes}
         (for_time if is_time else for_memory).append(row | {"why": "; ".join([each.why, *notes])})
     for_memory.sort(key=lambda row: -row["saved_bytes"])
+    # All suggestions for time are shown; the remaining lines go to the largest savings of memory.
     return for_memory[: MAX_SUGGESTIONS - len(for_time)] + for_time

@@ -33,7 +33,7 @@ FUSED = re.compile(
     r"|_(flash|efficient)_attention_forward|(flex)_attention|_?(varlen)_attn"
     r"|_?(flash_attn)_(?:varlen_)?(?:fwd|forward)\w*"
 )
-"""Pattern for names of fused kernels in torch 2.13 and flash_attn; its matching group is the backend."""
+"""Pattern for names of fused kernels in torch 2.13 and flash_attn; the matching group is the backend."""
 REMEDIES = {
     "math": (
         "dropout 0.0 on a CPU, half precision without a mask on CUDA; "
@@ -116,6 +116,7 @@ class AttentionWatch:
         """Return one row per group of equal calls, in order of their first call."""
         found: dict[AttentionRow, AttentionRow] = {}
         for row in self._calls:
+            # Calls of repeated blocks differ only in their module.
             key = replace(row, modules=())
             before = found.get(key)
             found[key] = row if before is None else replace(
@@ -130,7 +131,7 @@ class AttentionWatch:
         backend = "" if self._is_done else _backend_of(func)
         if not backend:
             return
-        # Skip calls that the compiler makes while tracing; under DDP they arrive here too.
+        # Under DDP, operations that the compiler traces also arrive here, and must not count.
         tracing = torch_private("torch._guards:TracingContext", "the report of attention")
         is_nested = getattr(args[0] if args else None, "is_nested", False)  # nested tensors have no shape
         if is_nested or tracing.try_get() is not None:
@@ -145,6 +146,7 @@ class AttentionWatch:
         schema = getattr(func, "_schema", None)
         names = [] if schema is None else [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
+        # In all fused kernels, the first two tensors are the query and the key.
         query, key = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)][:2]
         is_dense = any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
         is_causal = given.get("is_causal") or given.get("causal")

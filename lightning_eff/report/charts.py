@@ -1,9 +1,9 @@
 """Compute charts as plain data (coordinates, ticks, names), which `report.html.j2` draws as SVG.
 
-display.py draws the charts of a report with this module, and comparison/result_table.py the chart of a
-comparison. Why no chart library: pygal writes a script and 10 kB of CSS into each chart. matplotlib adds tens
-of megabytes to every installation. The glue code for leather was longer than this module. The legend is HTML
-text below the chart, so that it wraps on a phone.
+display.py uses this module for reports, and comparison/result_table.py uses it for comparisons. Why no chart
+library: pygal writes a script and 10 kB of CSS into each chart. matplotlib adds tens of megabytes to every
+installation. Glue code for leather was longer than this module. The legend is HTML text below the chart, so
+that it wraps on a phone.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Scale:
         least = (self._high - self._low) / NUM_TICKS
         power = 10.0 ** math.floor(math.log10(least))
         self._step = next(factor * power for factor in (1, 2, 5, 10) if factor * power > 0.999 * least)
+        # The tolerance absorbs rounding errors, so that a limit on a tick is not extended.
         if is_extended:
             self._low = self._step * math.floor(self._low / self._step + 1e-6)
             self._high = self._step * math.ceil(self._high / self._step - 1e-6)
@@ -102,6 +103,7 @@ def draw(
     x_scale = Scale((x for x, _ in points), LEFT, RIGHT, is_extended=False)
     y_scale = Scale(heights, BOTTOM, TOP, is_extended=True)
     chart = _axes(title, caption, x_scale, y_scale, x_name, y_name)
+    # SVG draws later elements in front of earlier elements.
     for each in reversed(series):
         places = " ".join(f"{x_scale.place(x):g},{y_scale.place(y):g}" for x, y in each.points)
         is_dashed = each.color == BASELINE_COLOR and not each.is_area

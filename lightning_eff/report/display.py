@@ -64,7 +64,7 @@ SERIES_CHARTS = (
     ("Learning rate", "learning_rate", "learning rate", "optimizer step"),
     ("Gradient norm", "gradient_norm", "gradient norm", "optimizer step"),
 )
-"""Title of each chart, name of its series (or their common prefix), y axis, and x axis."""
+"""Chart title, name of the series (or prefix of several names), y axis, and x axis."""
 CHARTED = ("losses", "series", "validation", "baseline")
 """Keys of the report that the page shows as charts, and omits from its raw JSON."""
 
@@ -230,10 +230,10 @@ def render_page(page: Mapping[str, Any]) -> str:
 
     Args:
         page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` is a pair of sentences
-            and override. Each of `figures` is a name, a value and the baseline's value. `lead` has the tables
-            before the charts, and `tables` the tables after the charts. Each table is a title, a header and
-            rows. A float in a row is a fraction, which is drawn as a bar. `raw` is shown as JSON at the end
-            of the page.
+            and override. An item of `figures` is a name, a value and the baseline's value. `lead` lists the
+            tables above the charts, and `tables` lists the tables below the charts. A table is a title, a
+            header and rows. A float in a row is a fraction, which is drawn as a bar. `raw` is shown as JSON
+            at the end of the page.
 
     Example:
         >>> "a &lt; b" in render_page({"title": "a < b", "verdict": "fine"})
@@ -344,6 +344,7 @@ def _charts(report: Report) -> list[Chart]:
         title = "Memory reserved by the allocator" if peak else "Resident memory of the process"
         lines, compared = {"this run": held, "peak allocated so far": peak}, theirs.get("held_bytes", ())
         drawn += _line_chart(title, unit, lines, compared, size=size, lowest=0.0)
+    # One line is reserved for the training loss.
     val_losses = [name for name in validation if "loss" in name.lower()][: MAX_LINES - 1]
     lines = {"training": report.get("losses", ())} | {name: validation[name] for name in val_losses}
     drawn += _line_chart("Loss", "loss", lines, baseline.get("losses", ()))

@@ -30,6 +30,7 @@ SECTIONS = ("title", "status", "reason", "num_steps", "measured", "ledger", "env
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `efficiency.json` and `report.html`; the page shows the recipe's config if the folder has it."""
     folder.mkdir(parents=True, exist_ok=True)
+    # JSON has no NaN, so reports store NaN and infinity as text.
     _replace(folder / LEDGER_FILE, json.dumps(report, indent=1, allow_nan=False))
     write_page(folder, report)
 

@@ -46,7 +46,7 @@ class FlopCount(InfraMode):
         self._is_compiled = is_compiled
         self._tracker = ModuleTracker()
         self.attention = AttentionWatch(lambda: self._tracker.path)
-        """Collects the attention calls among these operations."""
+        """Collects the attention calls among the operations."""
 
     def begin(self, _batch: object, module: nn.Module, _optimizers: object) -> AbstractContextManager[None]:
         """Track the modules of a model during a batch, to name the modules that call attention."""

@@ -1,6 +1,6 @@
 """Collect a run's values by optimizer step, for the charts of the report's page.
 
-`EfficiencyReport` has a `Losses` and a `Validation`; `LoggedFigures` (logged.py) has a `History`.
+`EfficiencyReport` fills `Losses` and `Validation`; `LoggedFigures` (logged.py) fills a `History`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ Point = tuple[float, float]
 
 
 def thinned(points: Sequence[Point], num_points: int = NUM_POINTS) -> list[Point]:
-    """Average every k consecutive points, so that at most `num_points` remain; a mean has its last step.
+    """Average every k consecutive points, so that at most `num_points` remain; a mean is at its last step.
 
     Example:
         >>> thinned([(1, 4.0), (2, 2.0), (3, 1.0)], 2)
         [(2, 3.0), (3, 1.0)]
     """
+    # Ceiling division; 1 for an empty series.
     stretch = -(-len(points) // num_points) or 1
     parts = [points[begin : begin + stretch] for begin in range(0, len(points), stretch)]
     return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
 class History:
-    """Named series of values, each by step.
+    """Named series of points; a point is a step and a value.
 
     Example:
         >>> history = History()
@@ -127,5 +128,6 @@ class Losses:
         return thinned([(step, sum(losses) / len(losses)) for step, losses in by_step], NUM_LOSSES)
 
     def _read_pending(self) -> None:
+        # One transfer reads all losses, instead of one wait per loss.
         self._values.extend(torch.stack(self._pending).tolist() if self._pending else ())
         self._pending.clear()

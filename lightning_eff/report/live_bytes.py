@@ -106,6 +106,7 @@ def state_bytes(optimizer: Optimizer) -> dict[str, int]:
         {'cpu': 40}
     """
     found: Counter[str] = Counter()
+    # A tensor in several states counts once.
     for tensor in {id(tensor): tensor for tensor in tensors_in(list(optimizer.state.values()))}.values():
         found[tensor.device.type] += tensor.nbytes
     return dict(found)

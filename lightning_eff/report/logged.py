@@ -2,7 +2,7 @@
 
 `EfficiencyReport` calls `LoggedFigures`. The report's page charts the learning rate, the gradient norm and
 the memory. Memory is read at most ten times a second. The other figures come from the meter, without a second
-measurement. The gradient norm is computed only in steps that are logged. In these steps Lightning waits for
+measurement. The gradient norm is computed only in steps that are logged. In a logged step Lightning waits for
 the device anyway, to log the loss.
 """
 
@@ -100,6 +100,7 @@ class LoggedFigures:
             return
         figures = {f"eff/{name}": float(rate) for name, rate in self._rates.items()}
         figures |= self._measured(trainer.world_size)
+        # DeepSpeed computes its norm during the step.
         if not _no_norm(trainer) and isinstance(trainer.strategy, DeepSpeedStrategy):
             engine: Any = trainer.strategy.model
             self._norm = engine.get_global_grad_norm()
@@ -142,6 +143,7 @@ def norm_of(gradients: Iterable[Tensor]) -> float | None:
     norms: dict[bool, list[Tensor]] = {}
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        # The norm of half-precision values is computed in float32, where squares do not overflow.
         dtype = torch.promote_types(values.dtype, torch.float32)
         norm = torch.linalg.vector_norm(values, dtype=dtype)
         norms.setdefault(hasattr(norm, "full_tensor"), []).append(norm)

@@ -155,8 +155,9 @@ class DataWait:
     Why not the Trainer's profiler: it would also time 30 other actions per step, and slow down each action.
 
     Args:
-        epoch_loop: The loop whose `FETCH_METHODS` are wrapped; Lightning looks them up when an epoch begins.
-        times: Also receives the waits during its measurements; None if parts of a step are not timed.
+        epoch_loop: The loop whose `FETCH_METHODS` are wrapped; Lightning reads these attributes when an epoch
+            begins.
+        times: `StepTimes` that also receives the waits; None if parts of a step are not timed.
     """
 
     def __init__(self, epoch_loop: Any, times: StepTimes | None) -> None:
@@ -229,6 +230,7 @@ class Meter:
         # The first batch is never timed, since it includes compilation and the allocation of optimizer state.
         self._num_warmup_batches = num_warmup_batches if is_counted else num_warmup_batches + 1
         self.samples_of_first_batch = self.tokens_of_first_batch = 0
+        # The peak of an earlier fit must not count.
         allocator.reset_peak(device)
 
     def begin_batch(self, batch: object, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -259,7 +261,7 @@ class Meter:
         self.throughput.finish_batch(num_samples, num_tokens, wait_s, left_out=left_out)
 
     def pause(self, *, is_paused: bool) -> None:
-        """Exclude validation from batch times; call with True before validation, and with False after it."""
+        """Exclude validation from batch times; call with True before and with False after validation."""
         if self.times is not None and self.times.timeline is not None:
             self.times.timeline.pause(is_paused=is_paused)
         self.throughput.restart()
@@ -291,14 +293,17 @@ class Meter:
                 are per device.
         """
         figures: dict[str, Any] = self.throughput.summary()
+        # Each rank measures its own batches only.
         for rate in ("samples_per_s", "tokens_per_s"):
             figures[rate] = figures[rate] * world_size if figures[rate] is not None else None
         flops, num_samples = self.probe.flops, self.samples_of_first_batch
         flops_per_sample = flops / num_samples if flops and num_samples else None
         has_rate = flops_per_sample and figures["samples_per_s"]
+        # FLOP/s are per device, while samples/s cover all devices.
         flops_per_s = flops_per_sample * figures["samples_per_s"] / world_size if has_rate else None
         device = devices.of(self.device)
         tf32 = devices.float32_precision() == "tf32"
+        # An estimated peak would give a wrong MFU.
         published = None if device.is_estimate else device.peak(dtype, tf32=tf32)
         has_allocator = allocator.peak_bytes(self.device) is not None
         return figures | {

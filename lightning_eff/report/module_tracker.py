@@ -75,6 +75,7 @@ class ModuleTracker:
 
     def _enter(self, module: nn.Module, arguments: object) -> None:
         self._stack.append(self._names.get(id(module), type(module).__name__))
+        # The first module call after an optimizer step begins the next forward pass.
         if self.phase == STEP:
             self.phase = FORWARD
         self._entered(module, arguments)

@@ -47,7 +47,7 @@ class Peak:
 
     Args:
         num_bytes: Maximum of live bytes.
-        phase: Phase of the peak.
+        phase: Phase in which the peak occurs.
         operation: Operation that allocated at the peak; empty if the peak precedes the first operation.
         path: Name of the module that ran the operation.
         by_category: Bytes at the peak by category.
@@ -137,6 +137,7 @@ def _holders(recorder: Recorder, events: Sequence[Event], block_bytes: int) -> l
     """Return the groups of storages with the most bytes after these events."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     shapes: defaultdict[tuple[str, str, str], list[tuple[int, ...]]] = defaultdict(list)
+    # Later events replace earlier events, so these are the sizes at the end of `events`.
     last_sizes = {event.allocation: event.num_bytes for event in events}
     for index, num_bytes in last_sizes.items():
         if num_bytes:

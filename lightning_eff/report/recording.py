@@ -115,7 +115,7 @@ class Recorder(LiveBytes):
         """Collects attention calls of the first forward pass."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count the storages alive at the start of a batch; track the batch until the result closes."""
+        """Count the storages that exist before a batch; close the returned stack at the end of the batch."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         self._blocks = {block: name for name, block in repeated_blocks(module).items()}
         hooks = ExitStack()
@@ -207,6 +207,7 @@ class Recorder(LiveBytes):
 
     def _storage_index(self, tensor: Tensor) -> int:
         """Return the index of a tensor's storage; -1 if the storage is not counted."""
+        # Wrapper subclasses have no memory of their own.
         if tensor.layout != torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
             return -1
         return self._index_of.get(id(tensor.untyped_storage()), -1)

@@ -31,7 +31,7 @@ class DeviceShare:
         gathered: Maximum bytes of weights that are all-gathered at once.
         buffers: Other temporary buffers, such as gradient buckets and copies in the optimizer step.
         late: Part of `gradients` and `buffers` that is allocated after activations are freed.
-        host: Host memory for this device.
+        host: Bytes of host memory per device.
     """
 
     weights: float = 0
@@ -45,7 +45,7 @@ class DeviceShare:
     def device(self, activations: float = 0) -> float:
         """Return an upper bound of the bytes on the device; `activations` is the bytes of activations."""
         total = self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
-        # Late bytes replace freed activations, so the larger of the two counts.
+        # Late bytes reuse the memory of freed activations, so the maximum of both counts.
         return total + max(0, activations - self.late)
 
 
@@ -72,6 +72,7 @@ class Sharding(ABC):
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
         """Return each weight and its maximum elements per device; trained weights are cut as one tensor."""
         total = sum(weight.numel for weight in model.trained)
+        # The shards have equal sizes, rounded up to whole elements.
         fraction = -(-total // devices) / max(total, 1)
         return [(weight, weight.numel * fraction) for weight in model.weights]
 

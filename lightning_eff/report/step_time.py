@@ -117,6 +117,7 @@ class Timeline:
 
     def seconds(self) -> dict[Key, float]:
         """Return the seconds of each key in complete steps; the first call waits for the device."""
+        # Events complete in order, so after the last event all events are readable.
         if self._is_cuda and self._end:
             self._marks[-1][0].synchronize()
         totals: defaultdict[Key, float] = defaultdict(float)
@@ -245,6 +246,7 @@ class StepTimes:
         inner = nullcontext() if mode is None else mode(timeline)
 
         def timed(method: Callable[..., Any], part: str) -> Callable[..., Any]:
+            # The mode would also slow the optimizer, whose operations are not needed.
             around = inner if part in (FORWARD, BACKWARD) else nullcontext()
 
             @wraps(method)
