@@ -1,8 +1,8 @@
 """Report a run's techniques, the effect of each technique, and the run's time, FLOPs and memory.
 
 The report is printed at the end of `fit`. The report is also written as `efficiency.json` (the ledger) and
-`report.html` next to the run's other files. A failed run writes both files too, with the reason of the
-failure. After the last checkpoint of a failed run, both files are updated. All training batches except the
+`report.html` next to the run's other files. A failed run writes its report too, with the reason for the
+failure. The report of a failed run is updated after the last checkpoint. All training batches except the
 first few are timed; validation is excluded. Peak memory is the allocator's peak. A CPU has no allocator peak,
 so its peak memory is the maximum of live bytes in the first batches, counted storage by storage. Compiled
 models are timed, but their operations are not counted, because a compiled graph does not dispatch each
@@ -16,9 +16,9 @@ The Trainer's loggers get these figures every `log_every_n_steps` optimizer step
 `eff/tokens_per_second`, `eff/data_wait` (fraction of the time) and `eff/memory_mib` (peak of the first rank).
 
 Saves: nothing.
-Costs: a few Python calls per batch. The first batches run slower because they are counted. Three later
-    batches run slower because their modules or operations are timed. The throughput excludes these batches.
-    With a logger, one pass over the gradients in each logged step.
+Costs: a few Python calls per batch. The first batches run slower because their operations are counted. Three
+    later batches run slower because their modules or operations are timed. The throughput excludes all slower
+    batches. With a logger, one pass over the gradients in each logged step.
 When not: batches of less than a millisecond.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
@@ -66,7 +66,7 @@ from lightning_eff.report.meter import Meter
 class EfficiencyReport(pl.Callback):
     """Report the effect of a run's techniques and the cost of the run.
 
-    If a Trainer has several of these callbacks, only the first one writes a report.
+    If a Trainer has several `EfficiencyReport` callbacks, only the first callback writes a report.
 
     Args:
         dirpath: Folder for the ledger and the page; with None, the Trainer's log folder.

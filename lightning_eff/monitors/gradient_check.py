@@ -112,7 +112,7 @@ class GradientCheck(pl.Callback):
         # All ranks reach this collective in the same steps.
         largest = torch.tensor(self._num_in_row, device=trainer.strategy.root_device)
         num_in_row = int(trainer.strategy.reduce(largest, reduce_op="max"))
-        # Read again when the limit could be reached, so that the run stops in exactly that step.
+        # Read losses again when the limit could be reached, so that the run stops in exactly that step.
         self._losses[:], self._num_unread = [0.0], min(MAX_UNREAD, self.max_nonfinite_steps - num_in_row)
         if num_in_row >= self.max_nonfinite_steps:
             save_nothing_on_exception(trainer)

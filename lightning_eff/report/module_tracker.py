@@ -96,7 +96,7 @@ class ModuleTracker:
         self.is_recomputing = self.phase == BACKWARD and torch.is_grad_enabled()
         if self._stack:
             # autograd numbers an operation's node before dispatch, so the node's number is one less than the
-            # next.
+            # next number.
             next_number = getattr(torch.autograd, "_get_sequence_nr")()  # noqa: B009 - its stubs do not have it
             self._by_sequence_number[next_number - 1] = self._stack[-1]
         return before

@@ -48,7 +48,8 @@ class Peak:
     Args:
         num_bytes: Maximum of live bytes.
         phase: Phase in which the peak occurs.
-        operation: Operation that allocated at the peak; empty if the peak precedes the first operation.
+        operation: Operation whose allocation reached the peak; empty if the peak precedes the first
+            operation.
         path: Name of the module that ran the operation.
         by_category: Bytes at the peak by category.
         by_phase: Bytes by category at the peak of each phase.

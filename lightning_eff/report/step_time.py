@@ -3,7 +3,7 @@
 The meter (meter.py) creates a `StepTimes`, which takes three measurements in turn after the warm-up batches:
 
 1. Parts of the step: forward, backward, optimizer, data, and the rest (callbacks, logging, Lightning). This
-   measurement takes complete optimizer steps with at least `NUM_BATCHES` batches. Its batches run at normal
+   measurement takes complete optimizer steps with at least `NUM_BATCHES` batches. The batches run at normal
    speed, because only the strategy's methods are wrapped.
 2. Modules, in two batches with hooks around every module. The time of a hook is included in the module's
    time.
