@@ -180,8 +180,7 @@ class RowLoss:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def unscale(self, grad: Tensor, scaled: Tensor) -> Tensor:
-        """Turn the gradient of scaled logits into the gradient of logits, in place; overwrite `scaled`
-        too."""
+        """Turn the gradient of scaled logits into the gradient of logits, in place; overwrite `scaled`."""
         if self.softcap is not None:
             tanh = scaled.mul_(self.temperature / self.softcap)
             # In place: grad - (grad * tanh) * tanh = grad * (1 - tanh^2).

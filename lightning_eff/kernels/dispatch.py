@@ -1,18 +1,18 @@
 """Decide whether torch's library or our kernels compute a GEMM, and with which config. Start reading here.
 
 `backend="triton"` runs our kernels with the config that the cost model (tiles.py) ranks first; `torch` calls
-torch's library. `auto` picks the faster of the two on this GPU. The first call of a shape measures the
+torch's library. `auto` picks the backend that is faster on this GPU. The first call of a shape measures the
 library and the top-ranked configs (measure.py); our kernels are chosen if they are more than 3 % faster.
-Choices are stored for the next process (choices.py). `auto` always calls the library on other devices, for
-small products, and while a compiler or autograd records the call.
+Choices are stored for the next process (choices.py). `auto` always calls the library on devices other than
+CUDA GPUs, for small products, and while a compiler or autograd records the call.
 
-The number of rows (tokens of a layer) varies, so a choice holds up to the next power of two. Nothing is
-measured while a CUDA graph is captured. The same applies under deterministic algorithms, because another run
-could choose another order of sums, and on ranks other than 0, because all ranks must compute alike. Until a
-shape has been measured, the library computes it.
+The number of rows (the tokens of a layer) varies, so a choice holds for all numbers up to the next power of
+two. Nothing is measured while a CUDA graph is captured. Under deterministic algorithms nothing is measured
+either, because another run could choose a kernel that sums in another order. Only rank 0 measures, because
+all ranks must use the same kernels. The library computes a shape until that shape has been measured.
 
-matmul.py calls `find` once per GEMM. The answer is cached by kind of operands (sizes, strides, dtypes,
-alignment of addresses), so later calls are one lookup.
+matmul.py calls `find` once per GEMM. The answer is cached by the sizes, strides, dtypes and address alignment
+of the operands, so a later call is one lookup.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ BACKENDS = ("auto", "torch", "triton")
 NUM_CANDIDATES = 4
 """Number of configs that are measured, best-ranked first."""
 MIN_FLOP = 2e10
-"""Smallest product that `auto` measures: 30 us on an H100. Below that, launch overhead cancels the gain."""
+"""FLOPs of the smallest product that `auto` measures (30 us on an H100). Launches dominate below."""
 MAX_FOUND = 4096
-"""Cached answers. If varying lengths produce more kinds of operands than this, the cache is cleared."""
+"""Largest number of cached answers. The cache is cleared if varying lengths produce more answers."""
 _found: dict[tuple[Any, ...], Launch | None] = {}
 _dropped: set[TileConfig] = set()  # configs that failed to compile
 
@@ -47,8 +47,8 @@ def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bo
     """Return whether our kernels may be used: always with `triton`, as candidates with `auto`.
 
     Raises:
-        ValueError: An unknown backend.
-        RuntimeError: `triton` where the kernels cannot run.
+        ValueError: The backend is unknown.
+        RuntimeError: The backend is `triton`, but the kernels cannot run on the device.
     """
     if backend == "auto":
         return device.type == "cuda" and dtype != torch.float64 and _can_run(device)
@@ -72,13 +72,13 @@ def _can_run(device: torch.device) -> bool:
 def find(
     operands: Operands, out: Tensor | None = None, *, backend: str = "triton", writes: int = 0
 ) -> Launch | None:
-    """Return the launch that computes a GEMM into `out` or a new tensor; None for torch's library.
+    """Return the launch that computes a GEMM into `out` or a new tensor; None means torch's library.
 
     Args:
-        operands: Checked, with values; `may_use_triton` is true for them.
-        out: Receives the result; None for a new, contiguous tensor.
+        operands: Checked operands, not fake tensors, for which `may_use_triton` is true.
+        out: Tensor for the result; None for a new, contiguous tensor.
         backend: `auto` or `triton`.
-        writes: As in `Operands.shape`; these matrices are newly allocated, and so aligned.
+        writes: As in `Operands.shape`; the written matrices are newly allocated, so they are aligned.
     """
     a, b, c, bias = operands.tensors
     # This function runs in every call, so its key has plain numbers: building a Shape takes longer.
@@ -103,7 +103,7 @@ def find(
         else:
             choice = choose(shape, operands, out, writes)
             if choice is None:
-                return None  # it may be measured in a later call
+                return None  # the shape may be measured in a later call
             config = choice.config
         if len(_found) >= MAX_FOUND:
             _found.clear()
@@ -112,7 +112,7 @@ def find(
 
 
 def _may_add(operands: Operands, c: Tensor, out: Tensor) -> bool:
-    """Return whether a config may add to `out` in memory: `out` is C, in float32, without an epilogue."""
+    """Return whether a config may add to `out` in memory: `out` is C, has float32, and needs no epilogue."""
     is_sum = operands.beta == 1.0 and operands.bias is operands.activation is None
     is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
     return is_sum and in_place(c, out)
@@ -125,7 +125,7 @@ def candidates(shape: Shape, device: torch.device) -> list[TileConfig]:
 
 
 def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) -> Choice | None:
-    """Return the choice of `auto` for a shape, measured if necessary; None while it may not be measured."""
+    """Return the choice of `auto` for a shape, measured if necessary; None if measuring is forbidden now."""
     # A product has M * N * K multiply-adds, 2 operations each.
     if 2.0 * shape.batch * shape.M * shape.N * shape.K < MIN_FLOP:
         return Choice(LIBRARY, 0.0)
@@ -158,7 +158,7 @@ def choices_of(device: torch.device) -> Choices:
 
 
 def rounded(shape: Shape) -> Shape:
-    """Return a shape with its tokens rounded up to a power of two: K of a weight's gradient, else M."""
+    """Return a shape with its tokens rounded up to a power of two: K for a weight's gradient, otherwise M."""
     if shape.layout[0] == "t":
         # A transposed A is dY.T: its columns, K, are the tokens.
         return replace(shape, K=1 << (shape.K - 1).bit_length())
@@ -166,7 +166,7 @@ def rounded(shape: Shape) -> Shape:
 
 
 def why_not_measured() -> str:
-    """Return why nothing may be measured now; empty if it may."""
+    """Return the reason why nothing may be measured now; empty if measuring is allowed."""
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms"
     if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
@@ -182,7 +182,7 @@ def drop(config: TileConfig) -> None:
 
 
 def forget() -> None:
-    """Start a run: reload the choices from the files, and list the shapes of this run only."""
+    """Prepare a run: reload the choices from the files, and clear the list of shapes."""
     _found.clear()
     for cached in (_can_run, choices_of):
         cached.cache_clear()
