@@ -1,7 +1,7 @@
 """Measured choices per GPU: the backend for each shape, and our kernels' speed relative to torch's library.
 
-`dispatch.choices_of` returns the choices. They are stored as files in the user's cache folder. A file's key
-consists of the GPU model, the versions of torch and Triton, and a hash of the kernels' code. The file is
+`dispatch.choices_of` returns the choices. Choices are stored as files in the user's cache folder. A file's
+key consists of the GPU model, the versions of torch and Triton, and a hash of the kernels' code. The file is
 valid only for its key. Changes of comments, docstrings or layout do not change the hash. Files in the folder
 `measured` ship with the package and are read first. A damaged file counts as empty, and so does a file with
 another key.

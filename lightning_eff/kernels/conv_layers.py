@@ -5,7 +5,8 @@ Along each spatial axis, output `o` reads the inputs
     o * stride - low + tap * dilation        for 0 <= tap < kernel
 
 Inputs below 0 and beyond the image are padding. A module whose output depends on other inputs, or whose
-padding is not constant, is not supported. It ends a segment, and torch computes it for the whole image.
+padding is not constant, is not supported. Such a module ends a segment, and torch computes it for the whole
+image.
 
 A module's sizes, flags and weights are read at each call. Only torch's own classes are supported, by exact
 type, since a subclass, a parametrization or an adapter may compute anything. Layer normalization over

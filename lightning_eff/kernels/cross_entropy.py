@@ -17,8 +17,8 @@ the backward pass see one gradient per weight. `callbacks/tiled_loss` calls this
 Why not torch's `F.linear_cross_entropy` (2.13): it ignores autocast, its float16 gradients underflow, it has
 no softcap, z-loss or adapters, and it returns a 16-bit loss. In bfloat16 the error of torch's loss is 8e-3,
 and the error of this loss is 1e-7. Compared with torch's fastest options on a CPU, this loss takes at most
-5 % longer and at most 1 % more memory. For small losses with a frozen weight it takes 20 % longer, and in
-bfloat16 37 % (docs/benchmarks/tiles.md).
+5 % longer and at most 1 % more memory. For small losses with a frozen weight, this loss takes 20 % longer,
+and in bfloat16 37 % (docs/benchmarks/tiles.md).
 Why not an inner `backward()` per tile: hooks would fire once per tile, and DDP rejects the second call.
 Why not a checkpoint per tile: autograd adds each tile's dW [V, D] to the previous sum, which takes twice the
 memory.
@@ -140,8 +140,8 @@ def linear_cross_entropy(
         target=flat_target, label_smoothing=float(label_smoothing), z_loss=float(z_loss), softcap=softcap,
         temperature=float(temperature), class_weight=weights,
     )  # fmt: skip
-    # Ignored rows are never computed: `index` selects the other rows. Its size depends on values, so the CPU
-    # waits for the GPU.
+    # Ignored rows are never computed: `index` selects the other rows. The size of `index` depends on values,
+    # so the CPU waits for the GPU.
     kept = flat_target != ignore_index
     index = None if bool(kept.all()) else kept.nonzero().squeeze(1)
     pairs = _pairs(rows, weight, low_rank, dtype)
@@ -366,8 +366,9 @@ _apply: Any = _untraced(LossInTiles.apply)
 def _may_form_gradients(dtype: torch.dtype) -> bool:
     """Return whether the forward pass of a scalar loss computes the gradients.
 
-    It does not in float16 (gradients would underflow without the loss scale), with gradients disabled, or
-    inside a checkpoint, whose forward pass runs twice. Saved-tensor hooks reveal a checkpoint.
+    The forward pass computes no gradients in float16 (they would underflow without the loss scale), with
+    gradients disabled, or inside a checkpoint, whose forward pass runs twice. Saved-tensor hooks reveal a
+    checkpoint.
     """
     if dtype == torch.float16 or not torch.is_grad_enabled():
         return False

@@ -15,8 +15,8 @@ through K in steps of BLOCK_K:
 `gemm_tma` is for Hopper and later GPUs. One program per SM computes tile after tile; the tensor memory
 accelerator (TMA) copies whole blocks and handles the edges. `gemm_pointers` supports any strides, batch axes
 and older GPUs. With split K, `reduce_split_k` adds the partial sums of either kernel. The epilogue
-(epilogue.py) adds C and the bias, and applies the activation and the gate of an MLP. It works on the
-accumulator, so no operand is read twice. launch.py launches these kernels.
+(epilogue.py) adds C and the bias, and applies the activation and the gate of an MLP. The epilogue works on
+the accumulator, so no operand is read twice. launch.py launches these kernels.
 
 Source: learned from Triton's tutorials 03 and 09, and from BLAS for the meaning of alpha and beta.
 """
