@@ -1,4 +1,4 @@
-"""The tiled GEMM and the layer that uses it. Both work on tensors, without Lightning or Hydra.
+"""The tiled GEMM and the linear layer that uses it. Both work on tensors, without Lightning or Hydra.
 
 `dispatch.find` and `dispatch.choose` decide which backend computes a GEMM, and with which tile. From a
 layer's forward pass to the product of two tiles, the modules call each other in this order:

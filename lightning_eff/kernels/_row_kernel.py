@@ -16,14 +16,14 @@ passes:
             +-------+-------+----+..+     2. read l again, write G over it
 
 If 16-bit operands give float32 logits, the gradient is stored in 16 bits, because the next products need
-16-bit operands. The gradient is written to the front half of its row, so it never overwrites logits that are
-still to be read:
+16-bit operands. The gradient is written to the front half of the row, so no logit is overwritten before it is
+read:
 
     bytes   0      2 * c  4 * c
             [G ... G     ][l ... l    ]   at column c: G ends at byte 2 * c, unread logits start at 4 * c
 
-Online softmax: each lane keeps m, its largest logit so far, and its sums are relative to m. So a logit costs
-one exponential, and lanes exchange values only at the end of the row. `_row_losses.py` calls `compute`.
+Online softmax: each lane keeps its largest logit so far, m, and sums relative to m. So a logit costs one
+exponential, and lanes exchange values only at the end of the row. `_row_losses.py` calls `compute`.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Liger-Kernel, for the
     gradient that overwrites the logits.
@@ -80,7 +80,7 @@ def compute(
             none.
     """
     num_rows, width = logits.shape
-    # The 16-bit view has 2 * pitch columns; its first V lie in the front half of each row.
+    # The 16-bit view has 2 * pitch columns; the first V columns lie in the front half of each row.
     gradient = logits if dtype == logits.dtype else logits.view(dtype)[:, :width]
     columns = [None if each is None else each.contiguous() for each in factors]
     # The length of a Triton range is a power of two: take the smallest power that covers V.

@@ -55,7 +55,7 @@ MAX_16_BIT_TILES = 16
 PART_BYTES = 1 << 18
 """Bytes of float32 logits that a CPU processes at once, so that these logits stay in its caches."""
 PART_BYTES_TRAINED = 1 << 20
-"""`PART_BYTES` if the weight gets a gradient: it needs more memory anyway, and larger parts save calls."""
+"""`PART_BYTES` if the weight gets a gradient, which needs more memory than a part; fewer parts save calls."""
 CONVERTED_ROWS = 32
 """Number of rows that are converted to float32 at once."""
 MAX_PARTS = 64
@@ -237,7 +237,7 @@ class CrossEntropy(RowLoss):
             torch.gather(scaled, 1, row_target, out=row_at_target)
             if self.label_smoothing:
                 torch.sum(scaled * of_class, -1, keepdim=True, out=row_sum)
-            # Use the memory of the scaled logits, unless `unscale` needs them.
+            # Reuse the memory of the scaled logits, unless `unscale` still reads the scaled logits.
             p = torch.softmax(scaled, -1, out=scaled if self.softcap is None else None)
             torch.amax(p, -1, keepdim=True, out=row_max)
             surprise = torch.special.entr(p) if self.num_values == 2 else None  # -p * log p
@@ -297,8 +297,8 @@ class CrossEntropy(RowLoss):
 class Divergence(RowLoss):
     """Generalized Jensen-Shannon divergence of a student s and a teacher t, with m = (1 - beta) s + beta t.
 
-    The value is beta * KL(t, m) + (1 - beta) * KL(s, m). Its limits are KL(t, s) for beta = 0 and KL(s, t)
-    for beta = 1. The gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m); for
+    The divergence is beta * KL(t, m) + (1 - beta) * KL(s, m). Its limits are KL(t, s) for beta = 0 and KL(s,
+    t) for beta = 1. The gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m); for
     beta = 1, u = log(s / t).
     """
 
@@ -375,8 +375,8 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
         fitting = max(fitting, MIN_ROWS)
     if x.dtype.itemsize == 2:
         fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
-    # As few tiles as fit, of about equal size; their rows are a multiple of 8 if that still fits. ceil(N /
-    # number of tiles), where the number of tiles is ceil(N / fitting).
+    # Use the fewest tiles that fit, of about equal size, with a multiple of 8 rows if that still fits. ceil(N
+    # / number of tiles), where the number of tiles is ceil(N / fitting).
     even = -(-len(x) // max(1, -(-len(x) // fitting)))
     return max(1, min(-(-even // 8) * 8, fitting))
 
@@ -391,7 +391,7 @@ def in_tiles(
 
     Args:
         projection: The source of the logits.
-        loss: The loss to compute from them.
+        loss: The loss to compute from the logits.
         grads: Gradients of the values; None to compute values only.
         receivers: Tensors that get gradients: the bias, then the rows and weight of each pair. A tensor that
             needs no gradient is replaced by None. A gradient has the dtype of its tensor.

@@ -1,7 +1,7 @@
 """Measured choices per GPU: the backend for each shape, and our kernels' speed relative to torch's library.
 
 `dispatch.choices_of` returns the choices. Choices are stored as files in the user's cache folder. A file's
-key consists of the GPU model, the versions of torch and Triton, and a hash of the kernels' code. The file is
+key consists of the GPU model, the versions of torch and Triton, and a hash of the kernels' code. A file is
 valid only for its key. Changes of comments, docstrings or layout do not change the hash. Files in the folder
 `measured` ship with the package and are read first. A damaged file counts as empty, and so does a file with
 another key.
@@ -52,7 +52,7 @@ class Choices:
 
     def __init__(self, device: torch.device) -> None:
         gpu: Any = torch.cuda.get_device_properties(device)
-        # The key contains the kernels and configs, because choices for other kernels or configs do not apply.
+        # The hash covers kernels and configs: measurements of other kernels or configs do not apply.
         kernels = hashlib.sha256(repr(CONFIGS).encode())
         for source in SOURCES:
             kernels.update(_code(Path(__file__).with_name(source)).encode())
@@ -64,7 +64,7 @@ class Choices:
         self.path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_eff", name)
         self.known: dict[str, Choice] = {}
         self.asked: dict[Shape, str] = {}  # shapes of this run, with the reason if not measured
-        # The user's file is read last, so its measurements replace the shipped ones.
+        # The user's file is read last, so that its measurements replace the shipped measurements.
         for path in (SHIPPED / name, self.path):
             with suppress(OSError):
                 self.adopt(path.read_bytes())

@@ -17,8 +17,8 @@ large as x, once per tile.
 
 Why 1x1 and patch convolutions use torch's convolution, not a view and a matrix product: torch's convolution
 needs no more memory (benchmarks/tiled_conv.py). On a CPU a matrix product is faster for few outputs and for
-patches. But a matrix product copies the patches, and in channels-first memory it computes a separate weight
-gradient for each sample.
+patches. But a matrix product copies the patches, and computes one weight gradient per sample in
+channels-first memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def tiled(
         ConfigError: A layer needs more than a window of pixels (statistics, mirrored padding), scatters its
             input (transposed convolution, upsampling), is of an unsupported class, has hooks or a custom
             forward, or would overwrite `x`; `tiles` or `budget_mib` is not positive, or both are given.
-        ValueError: `x` has a different number of axes than the layers expect, or is too small for them.
+        ValueError: `x` has another number of axes than the layers expect, or is too small for the layers.
         RuntimeError: A second derivative is requested, or weights have changed before the backward pass.
 
     Example:
@@ -195,7 +195,7 @@ class _Run:
                 part = self._compute(tile, x[tile.source], tensors)
                 y = self._empty_output(part) if y is None else y
                 y[tile.target] = part
-                del part  # free it before the next tile is computed
+                del part  # free memory before the next tile is computed
         return y
 
     def backward(

@@ -62,17 +62,17 @@ class Grid:
 
     @classmethod
     def of(cls, layers: Sequence[LocalLayer], x: Tensor, pieces: tuple[int, ...] | None = None) -> Grid:
-        """Return the grid for an input [samples, channels, *space]; it has one tile if `pieces` is None.
+        """Return the grid for an input [samples, channels, *space]; `pieces=None` gives a grid of one tile.
 
         Raises:
-            ValueError: A layer expects another number of axes, or its output would be empty.
+            ValueError: A layer expects another number of axes, or the output of a layer would be empty.
         """
         lengths, channels = [tuple(x.shape[2:])], [x.shape[1]]
         for layer in layers:
             if layer.windows and len(layer.windows) != x.dim() - 2:
                 axes = len(layer.windows)
                 raise ValueError(f"x {list(x.shape)}: expected [samples, channels] and {axes} spatial axes")
-            # Each layer's output is the next one's input.
+            # Each layer's output is the input of the next layer.
             lengths.append(tuple(layer.window(axis).size(n) for axis, n in enumerate(lengths[-1])))
             channels.append(layer.channels or channels[-1])
         if not all(size > 0 for sizes in lengths for size in sizes):

@@ -5,12 +5,12 @@ Along each spatial axis, output `o` reads the inputs
     o * stride - low + tap * dilation        for 0 <= tap < kernel
 
 Inputs below 0 and beyond the image are padding. A module whose output depends on other inputs, or whose
-padding is not constant, is not supported. Such a module ends a segment, and torch computes it for the whole
-image.
+padding is not constant, is not supported. Such a module ends a segment, and torch computes the module for the
+whole image.
 
 A module's sizes, flags and weights are read at each call. Only torch's own classes are supported, by exact
 type, since a subclass, a parametrization or an adapter may compute anything. Layer normalization over
-channels is the exception, since torch has no class for it: a subclass of `nn.LayerNorm` is tested
+channels is the exception, since torch has no class for that layer: a subclass of `nn.LayerNorm` is tested
 numerically.
 """
 
@@ -249,7 +249,7 @@ def _pool(module: Any) -> LocalLayer | str:
         return f"{name} with count_include_pad=False divides by another number at the border"
     divisor = getattr(module, "divisor_override", None)
     options: Any = {"dilation": dilation} if is_max else {"divisor_override": divisor} if divisor else {}
-    # Padding must never be the maximum; in an average it counts as 0.
+    # In a maximum, padding must never win; in an average, padding counts as 0.
     value = -torch.inf if is_max else 0.0
 
     def compute(x: Tensor, _: Sequence[Any], padding: Sequence[Interval]) -> Tensor:
@@ -262,7 +262,7 @@ def _pool(module: Any) -> LocalLayer | str:
 def _padded(x: Tensor, padding: Sequence[Interval], value: float = 0.0) -> tuple[Tensor, list[int]]:
     """Pad a tile at the border of the image; return the padded tile, and the padding that the layer adds.
 
-    Padding that is equal at both ends of an axis is left to the layer, which adds it without a copy.
+    Padding that is equal at both ends of an axis is left to the layer, which pads without a copy.
     """
     own = [low if low == high else 0 for low, high in padding]
     around: list[int] = []

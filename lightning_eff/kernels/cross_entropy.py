@@ -6,7 +6,7 @@ gradients of x, weight and bias. On a GPU, the Triton kernel in `_row_kernel.py`
 and the gradients of its logits. The autograd function has two modes:
 
 *In forward*: all three GEMMs run in the forward pass, and the backward pass multiplies the gradients by a
-factor. This mode is for a scalar loss, whose gradients are known up to that factor. *In backward*: the
+factor. This mode is for a scalar loss, because its gradients are known up to that factor. *In backward*: the
 forward pass keeps only its inputs, and the backward pass computes the logits again, which is a fourth GEMM.
 This mode is for one value per row, for float16 (gradients would underflow without the loss scale), and for
 checkpointed blocks (gradients would be computed twice).
@@ -94,7 +94,7 @@ def linear_cross_entropy(
         ignore_index: Target value of rows without a loss.
         label_smoothing: Fraction of the loss that is spread over all classes, 0 to 1.
         z_loss: Factor of the z-loss, which is the squared logsumexp of the logits.
-        softcap: Logits become `softcap * tanh(logits / softcap)`; with None they are not capped.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.
         temperature: Divisor of the logits, applied after `softcap`.
         class_weight: Weight of each class, like `weight` of `F.cross_entropy`.
         reduction: `mean` (divides by the sum of the targets' weights), `sum`, or `none`.
@@ -107,9 +107,9 @@ def linear_cross_entropy(
             the logits.
 
     Returns:
-        The loss in nats, in float32 (float64 for float64 inputs). With the reduction `none`, one value per
-        target, which is 0 for an ignored target; otherwise a scalar. The mean over no targets is NaN, and its
-        gradients are 0, as in torch.
+        The loss in nats, in float32 (float64 for float64 inputs). The reduction `none` gives one value per
+        target, 0 for ignored targets; other reductions give a scalar. As in torch, the mean over no targets
+        is NaN and has gradients of 0.
 
     Raises:
         ConfigError: A number is out of range, or the reduction is unknown.
@@ -156,8 +156,8 @@ def linear_cross_entropy(
         factor /= len(targets) if weights is None else weights[targets].sum()
     if _may_form_gradients(dtype):
         return _apply(Plan(loss, dtype, tile_rows, index, factor), bias, *pairs)
-    # Gradients are computed in the backward pass, where they include the loss scale: one value per row is
-    # returned, and summed here.
+    # Gradients are computed in the backward pass, so that they include the loss scale: one value per row is
+    # returned, and the values are summed here.
     return _apply(Plan(loss, dtype, tile_rows, index), bias, *pairs).sum() * factor
 
 
@@ -197,7 +197,7 @@ def token_logprobs(
         target: Class of each row. There is no ignored index; select rows first.
         bias: One value per class, or None.
         temperature: Divisor of the logits, applied after `softcap`.
-        softcap: Logits become `softcap * tanh(logits / softcap)`; with None they are not capped.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.
         with_entropy: Also return the entropy of each row, which is differentiable.
         tile_budget_mib: Memory for float32 logits in MiB; None as in `linear_cross_entropy`.
         low_rank: An adapter of the projection, as in `linear_cross_entropy`.
@@ -349,7 +349,7 @@ class LossInTiles(torch.autograd.Function):
         plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
         if plan.factor is not None:
             if gradients is not None:
-                # In place: only this node uses these gradients, and they are the largest tensors here.
+                # In place: only this node uses these gradients, and no other tensors here are as large.
                 return None, *[None if each is None else each.mul_(grad) for each in gradients]
             # The second backward pass of a retained graph.
             grad = (grad * plan.factor).expand(len(pairs[0]), 1)
@@ -366,7 +366,7 @@ _apply: Any = _untraced(LossInTiles.apply)
 def _may_form_gradients(dtype: torch.dtype) -> bool:
     """Return whether the forward pass of a scalar loss computes the gradients.
 
-    The forward pass computes no gradients in float16 (they would underflow without the loss scale), with
+    The forward pass computes no gradients in float16 (gradients would underflow without the loss scale), with
     gradients disabled, or inside a checkpoint, whose forward pass runs twice. Saved-tensor hooks reveal a
     checkpoint.
     """
@@ -400,7 +400,8 @@ def _pairs(rows: Tensor, weight: Tensor, low_rank: LowRank | None, dtype: torch.
 def _check_options(**options: Any) -> None:
     """Check numbers; None means that an option is not set.
 
-    Why not `core.arguments`: it needs beartype, which is not installed where only the kernels are measured.
+    Why not `core.arguments`: that module needs beartype, which may not be installed where only kernels are
+    measured.
 
     Raises:
         ConfigError: A value is not a number, or out of range.
@@ -414,7 +415,7 @@ def _check_options(**options: Any) -> None:
 
 
 def product_dtype(x: Tensor, weight: Tensor, *, of: str = "") -> torch.dtype:
-    """Return the dtype in which rows and weight are multiplied; `of` prefixes their names in errors.
+    """Return the dtype in which rows and weight are multiplied; `of` is a prefix of names in errors.
 
     Raises:
         TypeError: Dtypes do not fit.
@@ -429,7 +430,7 @@ def product_dtype(x: Tensor, weight: Tensor, *, of: str = "") -> torch.dtype:
 def _checked_rows(
     x: Tensor, weight: Tensor, target: Tensor | None = None, *, of: str = "", **by_class: Tensor | None
 ) -> tuple[Tensor, torch.dtype]:
-    """Return the rows [N, D], and the dtype in which they are multiplied; `of` prefixes names in errors.
+    """Return the rows [N, D], and the dtype of their products; `of` is a prefix of names in errors.
 
     Raises:
         ValueError: Shapes do not fit.

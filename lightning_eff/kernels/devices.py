@@ -1,7 +1,7 @@
 """Describe devices for the cost model: the vendors' peaks of dense products, and sizes of memory and caches.
 
-For a GPU of this machine, sizes come from its driver. Peaks are known only for the GPUs in the table. The
-peaks of any other GPU are estimated; estimates are used to rank configs and are never shown.
+The sizes of a GPU of this machine come from the driver. Peaks are known only for the GPUs in the table. Peaks
+of all other GPUs are estimates, which are used to rank configs and are never shown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Device:
 
     Args:
         name: The vendor's name.
-        capability: Compute capability of an NVIDIA GPU, times ten: 90 for Hopper; 0 for any other device.
+        capability: Compute capability of an NVIDIA GPU, times ten (90 for Hopper); 0 for all other devices.
         num_sms: Number of streaming multiprocessors, or of CPU cores.
         peak_tflops: Peak speed by dtype, in 1e12 operations per second.
         memory_gbs: Memory bandwidth, in 1e9 bytes per second.
@@ -143,9 +143,9 @@ DEVICES: Mapping[str, Device] = {
 """Devices by the names that the command line accepts: A100 and H100 with 80 GB, V100 with 32 GB.
 
 Peaks are for dense products with float32 sums, from the vendors' data sheets and white papers. Memory sizes
-are the driver's. For the RTX 5090 and the entries after it, memory sizes are the data sheets', less 3 % for
+are the driver's. The memory sizes of the RTX 5090 and of all entries below are from data sheets, less 3 % for
 the driver, and less 1/16 if GDDR memory corrects errors. L2 bandwidths are estimates, since vendors do not
-state them."""
+publish L2 bandwidths."""
 
 
 def named(name: str) -> Device:

@@ -2,7 +2,7 @@
 
 `backend="triton"` runs our kernels with the config that the cost model (tiles.py) ranks first; `torch` calls
 torch's library. `auto` picks the backend that is faster on this GPU. The first call of a shape measures the
-library and the top-ranked configs (measure.py); our kernels are chosen if they are more than 3 % faster.
+library and the top-ranked configs (measure.py); our kernels are chosen if one is more than 3 % faster.
 Choices are stored for the next process (choices.py). `auto` always calls the library on devices other than
 CUDA GPUs, for small products, and while a compiler or autograd records the call.
 
@@ -78,10 +78,10 @@ def find(
         operands: Checked operands, not fake tensors, for which `may_use_triton` is true.
         out: Tensor for the result; None for a new, contiguous tensor.
         backend: `auto` or `triton`.
-        writes: As in `Operands.shape`; the written matrices are newly allocated, so they are aligned.
+        writes: As in `Operands.shape`. The written matrices are newly allocated and therefore aligned.
     """
     a, b, c, bias = operands.tensors
-    # This function runs in every call, so its key has plain numbers: building a Shape takes longer.
+    # This function runs in every call, so the key has plain numbers: building a Shape takes longer.
     epilogue = tuple([None if t is None else t.data_ptr() % TMA_BYTES for t in (operands.gate, operands.up)])
     # The allocator aligns a new result.
     offsets = tuple([t.data_ptr() % TMA_BYTES for t in ((a, b) if out is None else (a, b, out))])

@@ -10,8 +10,8 @@ and f for the activation. gemm_kernels.py calls `finish`:
     yes       g     None  x * f'(g)        f(g)                  x is the gradient of f(g)
     yes       g     u     x * u * f'(g)    f(g) * u   x * f(g)   x is the gradient of f(g) * u
 
-`pre` and `d2` are stored if memory is passed for them. In a gradient, `pre` is d of the forward pass,
-computed again. The next GEMM of the gradient reads this `pre`, so the forward pass does not have to keep d.
+`pre` and `d2` are stored if their memory is passed. In a gradient, `pre` is d of the forward pass, computed
+again. The next GEMM of the gradient reads this `pre`, so the forward pass does not have to keep d.
 """
 
 # pyright: basic, reportInvalidTypeForm=false

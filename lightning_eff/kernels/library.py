@@ -24,10 +24,10 @@ MLP_ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor
 
 
 def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
-    """Compute a GEMM with few calls of torch's library, into `out` or a new tensor; autograd can record it.
+    """Compute a GEMM with few differentiable calls of torch's library, into `out` or a new tensor.
 
-    Rounding follows torch: a 16-bit result is rounded before the activation. With C and a bias, the result is
-    also rounded between them.
+    Rounding follows torch: a 16-bit result is rounded before the activation. With C and a bias, the sum with
+    C is rounded before the bias is added.
     """
     a, b, c, bias, out_dtype = operands.a, operands.b, operands.c, operands.bias, operands.out_dtype
     batch, options = operands.batch, dict[str, Any]()

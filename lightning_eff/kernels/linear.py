@@ -16,8 +16,8 @@ Only the code that runs the backward passes can open an `Accumulation`. A gradie
 bypasses autograd. A hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss that gradient,
 so a layer adds in place only in the absence of all three.
 
-The layer calls `F.linear` where our GEMM is not faster or not supported. These cases are CPUs and small
-products (without accumulation), `torch.compile`, forward-mode derivatives, complex numbers and integers.
+The layer calls `F.linear` where our GEMM is not faster or not supported. Examples are CPUs and small products
+(without accumulation), `torch.compile`, forward-mode derivatives, complex numbers and integers.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Accumulation:
         is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # a prediction's weight is fake
         if has_hooks or not is_plain or not weight.is_leaf:
             return False
-        # Only `backward` accumulates into .grad. `autograd.grad` returns the gradient instead, and under it
-        # the next call raises an error.
+        # Only `backward` accumulates into .grad. `autograd.grad` returns the gradient instead; in its
+        # backward pass, the next call raises an error.
         try:
             return torch._C._will_engine_execute_node(node)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         except RuntimeError:

@@ -43,7 +43,7 @@ from lightning_eff.kernels.operands import (
 )
 
 AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that autocast casts; it leaves float64 unchanged."""
+"""Dtypes that autocast casts; autocast leaves float64 unchanged."""
 OPERATOR_NAME = "lightning_eff::gemm"
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, float alpha, float beta, ScalarType out_dtype"
 _NUM_INPUTS = 7
@@ -67,11 +67,12 @@ def gemm(
     """Compute `activation(alpha * A @ B + beta * C + bias)`, accumulating in float32 (float64 for float64).
 
     Args:
-        a: `[*batch, M, K]` of any strides, so a transpose costs nothing.
-        b: `[*batch, K, N]`; batch axes are broadcast as in `torch.matmul`.
-        c: `[*batch, M, N]` or broadcastable to it, in any floating-point dtype.
-        alpha: Factor of the product; if it is 0, `a` and `b` are not read, as in BLAS.
-        beta: Factor of `c`, required with `c`; if it is 0, `c` is not read.
+        a: Left matrix, `[*batch, M, K]`, of any strides, so a transpose costs nothing.
+        b: Right matrix, `[*batch, K, N]`; batch axes are broadcast as in `torch.matmul`.
+        c: Matrix to add, `[*batch, M, N]` or a shape that can be broadcast to that, in any floating-point
+            dtype.
+        alpha: Factor of the product; with `alpha=0.0`, `a` and `b` are not read, as in BLAS.
+        beta: Factor of `c`, required with `c`; with `beta=0.0`, `c` is not read.
         bias: Vector `[N]` that is added to every row.
         activation: `relu`, `silu`, `gelu_tanh`, or None.
         out_dtype: Dtype of the result; None for the dtype of `a`.
@@ -126,7 +127,7 @@ def autocast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def autocast_dtype(device: str, *dtypes: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that autocast casts operands to; None if it does not cast them."""
+    """Return the dtype that autocast casts operands to; None if autocast does not cast these dtypes."""
     if not _is_autocast(device) or not all(dtype in AUTOCAST_DTYPES for dtype in dtypes):
         return None
     return torch.get_autocast_dtype(device)
@@ -168,7 +169,7 @@ def compute_fused(
     """Compute a GEMM with the epilogue of an MLP (epilogue.py); None if torch's library should compute it.
 
     Returns:
-        `d`, `pre` and `d2`; `pre` and `d2` are None if they are not stored.
+        `d`, `pre` and `d2`, with None for `pre` or `d2` if not stored.
     """
     tensors = (operands.gate, operands.up)
     if not dispatch.may_use_triton(backend, operands.a.device, operands.a.dtype) or is_traced():
@@ -208,7 +209,7 @@ def _has_mode() -> bool:
 
 
 def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Tensor:
-    """Launch the kernels, or call the library if it is faster or the kernels cannot be compiled."""
+    """Launch the kernels, or call the library if that is faster or the kernels cannot be compiled."""
     is_empty = 0 in operands.size
     launch = dispatch.find(operands, out, backend=backend) if not is_empty else None
     if launch is None:
@@ -225,7 +226,7 @@ def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Ten
 def _launched(
     launch: Launch, operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None
 ) -> Tensor | None:
-    """Launch the kernels; warn and return None if they cannot be compiled."""
+    """Launch the kernels; warn and return None if a kernel cannot be compiled."""
     try:
         return launch(operands, d, pre, d2)
     except CannotCompileError as error:
@@ -292,7 +293,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _product(a: Tensor, b: Tensor, alpha: float, like: tuple[torch.dtype, torch.Size]) -> Tensor:
-    """Return alpha * a @ b by our kernels, as in the forward pass; sum it to the shape in `like`."""
+    """Return alpha * a @ b by our kernels, as in the forward pass, with broadcast axes summed."""
     operands = Operands(a=a, b=b, alpha=alpha, out_dtype=like[0], batch=batch_of(a, b))
     return compute(operands, backend="triton").sum_to_size(like[1])
 

@@ -1,9 +1,10 @@
 """Measure which backend computes a GEMM fastest, with the operands of its first call.
 
 `dispatch.choose` calls `measure`. Each candidate first writes to separate memory, which is filled with NaN,
-and its result is compared with the result of torch's library. The correct candidates then take turns (A B A
-B), because clocks drift. Each candidate runs for 20 ms in total. Triton's `do_bench` puts CUDA events around
-each call. `do_bench` flushes the L2 cache before a call, because in a real step the cache holds other data.
+and the candidate's result is compared with the result of torch's library. The correct candidates then take
+turns (A B A B), because clocks drift. Each candidate runs for 20 ms in total. Triton's `do_bench` puts CUDA
+events around each call. `do_bench` flushes the L2 cache before a call, because in a real step the cache holds
+other data.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def measure(
 
     Args:
         operands: Operands of the first call; they are not changed.
-        out: The result tensor of that call, or None for a new one.
+        out: The result tensor of the first call; None for a new tensor.
         writes: As in `Operands.shape`.
         configs: The candidates, best-ranked first.
 

@@ -146,7 +146,7 @@ def check_operands(
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
 ) -> Operands:
-    """Check that operands fit together, broadcast them, and return them.
+    """Check that operands fit together, and return the broadcast operands.
 
     Raises:
         ValueError: Shapes or devices do not fit, or the activation is unknown.
@@ -187,7 +187,7 @@ def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor
         return operands, out
     rows = math.prod(operands.batch) * operands.M
     try:
-        # `view` copies nothing: it raises if the batch axes cannot be merged.
+        # `view` never copies: if the batch axes cannot be merged, `view` raises an error.
         a, c, out_rows = (
             tensor.view(rows, tensor.shape[-1]) if tensor is not None else None
             for tensor in (operands.a, operands.c, out)
@@ -234,7 +234,7 @@ def overlaps_operand(operands: Operands, out: Tensor) -> bool:
     if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
         return False
     c = None if operands.c is None or in_place(operands.c, out) else operands.c
-    spans: list[tuple[int, int]] = []  # per tensor: addresses of its first byte, and of the byte after it
+    spans: list[tuple[int, int]] = []  # per tensor: addresses of the first byte, and after the last
     read = (operands.a, operands.b, c, operands.bias)
     for tensor in (out, *(tensor for tensor in read if tensor is not None and tensor.numel())):
         steps = zip(tensor.shape, tensor.stride(), strict=True)

@@ -22,7 +22,7 @@ from lightning_eff.kernels.operands import DTYPES
 from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileConfig
 
 KERNEL_LAUNCH_S = 5e-6
-"""Seconds from the end of one kernel to the start of the next."""
+"""Seconds from the end of one kernel to the start of the next kernel."""
 MIN_WAVE_EFFICIENCY = 0.95
 """Fraction of the SMs' time that a recommended size must use, which is 1 - wave quantization."""
 ALIGNED_SIZE = 64
@@ -37,7 +37,7 @@ class Cost:
     Args:
         shape: Properties of the GEMM.
         config: Config of the kernel.
-        device: The device that computes it.
+        device: The device that computes the GEMM.
 
     Attributes:
         grid: Number of tiles along M and along N.

@@ -3,14 +3,15 @@
 A bfloat16 number has 8 bits of precision. If sums are rounded to nearest, an update below half of a weight's
 last bit is lost in every step. A running average that should change by 0.1 % per step (`exp_avg_sq` with
 beta2 = 0.999) never changes. Here a step is computed in float32, and values stored in bfloat16 are rounded
-stochastically. Such a value is rounded up with a probability equal to the fraction that is cut off, so it is
+stochastically. The probability of rounding up equals the fraction that would be cut off, so a stored value is
 correct on average. Float32 weights are updated in float32.
 
 The random bits of a tensor depend only on `seed`, the step, and the position of the tensor among the
 parameters. So a resumed run continues bit for bit, all ranks of DDP stay equal, and the global random state
 is not touched.
 
-Why not a second bfloat16 tensor for the cut-off bits (Kahan summation): it needs 2 more bytes per parameter.
+Why not a second bfloat16 tensor for the cut-off bits (Kahan summation): that tensor needs 2 more bytes per
+parameter.
 
 Saves: half of AdamW's state; in bfloat16 weights, the small updates that rounding to nearest would lose.
 Costs: about 30 small kernels per tensor, and 16 random bits for each rounded value; 4 bytes of state per
@@ -123,7 +124,7 @@ class AdamWBf16(Optimizer):
     elementwise = True
     """Each element is updated independently, so strategies may flatten and split parameters."""
     first_index = 0
-    """Position of the first parameter; a wrapper with one optimizer per parameter sets it."""
+    """Position of the first parameter; a wrapper with one optimizer per parameter sets this number."""
 
     @check_arguments
     def __init__(
@@ -164,7 +165,7 @@ class AdamWBf16(Optimizer):
         if gradient is None or gradient.layout != torch.strided:
             value, allowed = "AdamWBf16 got a sparse gradient", "dense ones: Embedding(..., sparse=False)"
             raise ConfigError(key="", value=value, allowed=allowed)
-        _check_dtype(parameter)  # again: the parameter may have changed since it was added
+        _check_dtype(parameter)  # again: a frozen parameter was not checked before
         if not state:
             for name in AVERAGES:
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
@@ -192,7 +193,8 @@ class AdamWBf16(Optimizer):
         self.restore_state_dtype()
 
     def restore_state_dtype(self) -> None:
-        """Convert averages back to bfloat16; `Optimizer.load_state_dict` casts them to the weights' dtype."""
+        """Convert averages back to bfloat16; `Optimizer.load_state_dict` casts state to the weights'
+        dtype."""
         for state in self.state.values():
             for name in [name for name in AVERAGES if name in state]:
                 state[name] = state[name].to(torch.bfloat16)

@@ -9,8 +9,8 @@ host when a checkpoint is loaded, and a checkpoint has the layout of the inner o
 Saves: the optimizer's state on the device, 8 bytes per parameter with AdamW.
 Costs: three copies of the parameters' size over the bus per step, and a step at the CPU's speed; pinned host
     memory for parameters, gradients and state.
-When not: the state fits in device memory; the CPU is slow and the batch small, since training waits for the
-    CPU's step.
+When not: the state fits in device memory. With a slow CPU and a small batch, training waits for the CPU's
+    step.
 Conflicts: a model on the CPU gets a warning, because its optimizer state is on the host already. Sharding
     strategies are rejected, because they move state themselves.
 Source: Ren et al. 2021, https://arxiv.org/abs/2101.06840
@@ -51,7 +51,7 @@ class CpuOffload(PerParameter):
         lr: Learning rate.
         weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
         optimizer: Class that steps each parameter, from torch.optim or another class with state per
-            parameter; its `lr` and `weight_decay` must not be set here. None for fused AdamW.
+            parameter. Set `lr` and `weight_decay` only above. None for fused AdamW.
         pin_memory: Keep the host's copies in page-locked memory, so that copying is faster and asynchronous.
 
     Raises:
@@ -119,7 +119,7 @@ class CpuOffload(PerParameter):
             if arrived is not None:
                 arrived.synchronize()
             self.step_parameter(parameter)
-            # This copy overlaps with the next parameter's step; the next fetch waits for it.
+            # This copy overlaps with the next parameter's step; the next fetch waits for this copy.
             parameter.copy_(self.copies[parameter], non_blocking=True)
         if fetched and not self._has_warned and all(p.device == HOST for p, _ in fetched):
             self._has_warned = True

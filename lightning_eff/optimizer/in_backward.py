@@ -1,14 +1,14 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-So only one layer's gradients exist at a time. Schedulers and checkpoints see one optimizer; inside it, each
+So only one layer's gradients exist at a time. Schedulers and checkpoints see one optimizer, in which each
 parameter has a separate inner optimizer. A checkpoint has the layout of the inner optimizer over the same
 groups. So this class can load a checkpoint of the inner class, and the inner class can load a checkpoint of
 this class.
 
 Saves: memory for gradients, because only one layer's gradients exist at a time.
 Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm;
-    `max_parameter_norm` clips each parameter's gradient by its norm. Hooks that read gradients before the
-    step find no gradients.
+    `max_parameter_norm` clips each gradient by its own norm. Hooks that read gradients before the step find
+    no gradients.
 When not: gradients are accumulated, clipped by their total norm, or scaled.
 Conflicts: gradient accumulation, micro-batches, the Trainer's clipping, a gradient scaler, several devices
     and manual optimization are rejected, because they need the gradients after the backward pass.
@@ -75,8 +75,8 @@ class InBackward(PerParameter):
         lr: Learning rate.
         weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
         optimizer: Class that steps each parameter, from torch.optim or another class with state per
-            parameter; its `lr` and `weight_decay` must not be set here. None for fused AdamW.
-        max_parameter_norm: Norm to which a parameter's gradient is scaled down if its norm is larger. With
+            parameter. Set `lr` and `weight_decay` only above. None for fused AdamW.
+        max_parameter_norm: Largest norm of one parameter's gradient; larger gradients are scaled down. With
             None, gradients are not clipped.
 
     Raises:
@@ -139,7 +139,7 @@ class InBackward(PerParameter):
         gradients = {i: run.sizes[i] for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
         if not run.has_adamw or not gradients:
             return None
-        # At the peak one gradient is left: assume the largest.
+        # At the peak one gradient is left: assume the largest gradient.
         largest = max(gradients.values())
         freed = [index for index, num_bytes in gradients.items() if num_bytes < largest]
         return Suggestion(
@@ -184,7 +184,7 @@ class InBackward(PerParameter):
                 " from a layer that is used twice under reentrant checkpointing (use_reentrant=False works)"
             )
         self._stepped.add(parameter)
-        # Hooks come first: they read the gradient before it is clipped and freed.
+        # Hooks come first, so that hooks read the gradient before it is clipped and freed.
         for hook in list(self._gradient_hooks.values()):
             hook(parameter, gradient)
         if self.max_parameter_norm is not None:

@@ -2,8 +2,8 @@
 
 `optimizer=module` trains a LightningModule as Lightning alone does. The module may have one optimizer and any
 schedule, or several optimizers that it steps itself (manual optimization), like a GAN. This callback replaces
-nothing. It reports the optimizers and schedules, and before the run it rejects settings that Lightning does
-not apply to such a module. In manual optimization, `global_step` and `max_steps` count every call of an
+nothing. The callback reports the optimizers and schedules. Before the run, it rejects settings that Lightning
+does not apply to such a module. In manual optimization, `global_step` and `max_steps` count every call of an
 optimizer's `step`, as in Lightning. So two optimizers that each step once per batch advance `global_step` by
 two.
 
@@ -11,7 +11,8 @@ Saves: nothing, because the module's optimizers are kept.
 Costs: nothing in addition to the module's own optimizers.
 When not: one optimizer is enough, and you want to set it on the command line.
 Conflicts: with manual optimization, the Trainer's gradient_clip_val and accumulate_grad_batches are rejected,
-    because Lightning does not apply them. Each technique states its own conflicts with manual optimization.
+    because Lightning would ignore these settings. Each technique states its own conflicts with manual
+    optimization.
 Source: https://lightning.ai/docs/pytorch/stable/model/manual_optimization.html
 """
 
@@ -34,7 +35,7 @@ from lightning_eff.report.live_bytes import state_bytes
 
 
 class ModuleOptimizer(Managed):
-    """Train with the optimizers and schedulers of the module's own `configure_optimizers`, and report them.
+    """Train with the optimizers and schedulers of the module's own `configure_optimizers`, and report both.
 
     Raises:
         ConfigError: The module has no `configure_optimizers`, or `configure_optimizers` returns an empty

@@ -2,8 +2,8 @@
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so every direction is learned at the same
 rate. This update suits matrices between hidden layers. Embeddings, the output layer, norms, biases and
-convolutions go to AdamW, as Muon's authors recommend. Muon's update is scaled to the size of AdamW's, so one
-learning rate, one decay and one schedule serve both.
+convolutions go to AdamW, as Muon's authors recommend. Muon's update is scaled to the size of AdamW's update,
+so both use the same learning rate, decay and schedule.
 
 Saves: steps until a loss is reached, according to Muon's authors; half of AdamW's state for hidden matrices.
 Costs: five small matrix products per hidden matrix and step. In float32, state takes 4 bytes per parameter of
@@ -46,7 +46,7 @@ class Muon(WrapperOptimizer):
         betas: Decay rates of AdamW's two running averages.
         fused: Use AdamW's fused kernel, one for all tensors.
         rest: Patterns of the names (`classifier.*`) of more parameters for AdamW; `configure_optimizers`
-            applies the patterns, because it has the names.
+            applies the patterns, because only there names are available.
 
     Raises:
         ConfigError: The model has no hidden matrix.
@@ -151,7 +151,7 @@ class Muon(WrapperOptimizer):
 def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
     """Warn if AdamW steps most of the layers' weights, as in a CNN: convolutions are not matrices.
 
-    Embeddings and output layers, which are matrices too, do not count: AdamW steps them on purpose.
+    Embeddings and output layers, which are matrices too, do not count: AdamW steps these layers on purpose.
     """
     taken = sum(p.numel() for group in hidden for p in group["params"])
     left = sum(p.numel() for group in others for p in group["params"] if p.dim() > 2 and p.requires_grad)

@@ -1,15 +1,15 @@
 """Quantized layers of bitsandbytes that support training, evaluation, checkpoints and changes of device.
 
-`precision/quantized_base` creates these layers with `quantize`. They differ from the layers of bitsandbytes
-0.50 in four ways:
+`precision/quantized_base` creates these layers with `quantize`. These layers differ from the layers of
+bitsandbytes 0.50 in four ways:
 
 - `load_state_dict` loads and checks the full state of a quantized layer. A floating-point weight in the state
   dict is quantized in the layer's format. bitsandbytes saves scales, but its `load_state_dict` cannot load
   scales.
 - A forward pass never casts the bias in place.
 - A forward pass computes the same result in evaluation as in training. In evaluation, bitsandbytes repacks
-  4-bit weights on CPUs with AVX512-BF16, and then no gradient passes the layer. Its 8-bit layers also
-  quantize their inputs in evaluation.
+  4-bit weights on CPUs with AVX512-BF16, and then no gradient passes the layer. In evaluation, the 8-bit
+  layers of bitsandbytes also quantize their inputs.
 - Scales move with the weight to another device.
 
 On a CPU, bitsandbytes writes a 4-bit weight as one sequence of blocks, but reads the weight row by row, with
@@ -37,7 +37,7 @@ from typing_extensions import override
 
 FOUR_BITS = ("nf4", "fp4")
 
-bnb: Any = bitsandbytes  # it has no type annotations
+bnb: Any = bitsandbytes  # bitsandbytes has no type annotations
 
 
 class Linear4bit(modules.Linear4bit):

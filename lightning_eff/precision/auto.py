@@ -397,9 +397,9 @@ def _restorer(switches: Sequence[Any]) -> Callable[[], None]:
 
 
 def _own_precisions(switches: Sequence[Any]) -> list[str]:
-    """Return each switch's own setting: `none` if it follows its parent."""
+    """Return each switch's own setting; `none` means that a switch follows its parent."""
     inherited: list[str] = []
-    for parent in PARENTS:  # from the top, so that no parent inherits a value when its own is read
+    for parent in PARENTS:  # from the top, so that a parent inherits nothing when it is read
         inherited.append(parent.fp32_precision)
         parent.fp32_precision = "none"
     seen: list[list[str]] = []

@@ -1,11 +1,11 @@
 """Compute linear layers in float8 where that is faster, with torchao's casts; everything else in bfloat16.
 
 GPUs of compute capability 8.9 or later multiply float8 matrices twice as fast as bfloat16 matrices, but each
-operand is cast first, with its own scale. A layer is converted if an arithmetic model predicts that this
-saves time, and if its features are multiples of 16. Time is saved in large layers. Heads, embeddings,
-routers, adapters and everything outside of the repeated blocks stay in bfloat16. The report lists each linear
-layer as converted, or with the reason why it is not converted. Weights keep their dtype, and a checkpoint is
-the same as without float8.
+operand is cast first, with its own scale. A layer is converted if an arithmetic model predicts that float8
+saves time (in large layers), and if its features are multiples of 16. Heads, embeddings, routers, adapters
+and everything outside of the repeated blocks stay in bfloat16. The report lists each linear layer as
+converted, or with the reason why it is not converted. Weights keep their dtype, and a checkpoint is the same
+as without float8.
 
 `rowwise` uses one scale per row or column (torchtitan's default). `rowwise_with_gw_hp` computes the weight's
 gradient in bfloat16. `tensorwise` uses one scale per tensor, which is fastest and least exact. Layers with
@@ -14,10 +14,10 @@ frozen weights always use `rowwise`. A scale has a minimum, so that rows of zero
 Saves: time of linear layers with some 4,096 features or more, on an H100 or later.
 Costs: without compiled blocks, each cast takes several kernels, and more time than the products save.
     Operands have about 3 bits of precision; sums are exact to bfloat16.
-When not: layers are smaller (the report gives the reason why they are not converted); blocks are not
-    compiled.
-Conflicts: `callbacks/triton_gemm` is rejected, because it computes the same layers. `all_gather` needs
-    `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed is rejected, because it casts and gathers weights itself.
+When not: layers are smaller (the report then gives the reason); blocks are not compiled.
+Conflicts: `callbacks/triton_gemm` is rejected, because that callback computes the same layers. `all_gather`
+    needs `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed is rejected, because it casts and gathers weights
+    itself.
 Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; https://github.com/pytorch/ao
 """
 
@@ -132,8 +132,8 @@ class Float8(AutoPrecision):
         recipe: `rowwise`, `rowwise_with_gw_hp` or `tensorwise`.
         skip: Names, or ends of names, of modules that stay in bfloat16, with all modules in them.
         all_gather: Gather weights in float8 under FSDP2, which halves the communication.
-        emulate: Round operands to float8 and multiply them in float32, on any device. This is slow, and it
-            serves to test the effect of float8 on the loss. Every layer whose features are multiples of 16 is
+        emulate: Round operands to float8 and multiply them in float32, on any device. Emulation is slow; use
+            it to test the effect of float8 on the loss. Every layer whose features are multiples of 16 is
             converted.
         precision: Precision of everything else: `bf16-mixed` or `bf16-true`.
 
@@ -322,7 +322,7 @@ class Float8(AutoPrecision):
         count = sum(self._overflows.values())
         checked = f"in the first {self._checked} step{'' if self._checked == 1 else 's'}"
         found = f"{count or 'no'} gradients with NaN or infinity {checked}"
-        # A prediction runs no real step, so it has no gradients to check.
+        # A prediction runs no real step, so there are no gradients to check.
         if converted and self._planned is None:
             did += f"; {found}" if self._checked else "; gradients not checked for NaN and infinity"
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}

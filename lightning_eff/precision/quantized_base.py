@@ -180,7 +180,7 @@ class QuantizedBase(AutoPrecision):
             return 0
         from lightning_eff.precision._quantized_linear import quantize
 
-        # Adapters are not attached yet: the model surgery knows which layers they will freeze.
+        # Adapters are not attached yet, so `model_surgery` returns the layers that adapters will freeze.
         frozen = model_surgery.frozen_modules(model, layers)
         new = {name: layer for name, layer in layers.items() if name in frozen}
         present = {name: layer for name, layer in model.named_modules() if is_quantized(layer)}
@@ -317,10 +317,10 @@ def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[t
 def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn.Linear]:
     """Return the linear layers that can be quantized, by name.
 
-    Excluded: subclasses of `nn.Linear`, which may compute something else; layers that share their weight with
-    another module; heads that Hugging Face models name as their output embeddings.
+    These layers are excluded: subclasses of `nn.Linear`, which may compute something else; layers that share
+    a weight with another module; output embeddings of Hugging Face models.
     """
-    # Modules per parameter: another module that shares a quantized weight would read its codes as values.
+    # Modules per parameter: another module that shares a quantized weight would read codes as values.
     num_modules = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
     return {

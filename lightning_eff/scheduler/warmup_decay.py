@@ -2,7 +2,7 @@
 
 The rate is a closed-form function of the number of completed optimizer steps, and a checkpoint holds only
 that number. So a run that resumes with a larger number of steps follows the schedule of the new length,
-starting at the current step. Why not SequentialLR or OneCycleLR: they store the schedule's length in the
+starting at the current step. Why not SequentialLR or OneCycleLR: these store the schedule's length in the
 checkpoint, so in a run with more steps the rate rises again.
 
 Saves: nothing.
