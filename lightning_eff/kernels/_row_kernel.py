@@ -82,6 +82,7 @@ def compute(
     num_rows, width = logits.shape
     # The 16-bit view has 2 * pitch columns; the first V columns lie in the front half of each row.
     gradient = logits if dtype == logits.dtype else logits.view(dtype)[:, :width]
+    # The kernel reads the factors of consecutive rows at consecutive addresses.
     columns = [None if each is None else each.contiguous() for each in factors]
     # The length of a Triton range is a power of two: take the smallest power that covers V.
     block = min(MAX_BLOCK, 1 << (width - 1).bit_length())
@@ -105,6 +106,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
 ):  # fmt: skip
     """Compute one row: its statistics and, if of_p is given, its gradient. `cooling` is 1 / temperature."""
     row = tl.program_id(0)
+    # In 64 bits, because row * pitch may exceed 32 bits.
     logits += row.to(tl.int64) * pitch
     gradient += row.to(tl.int64) * gradient_pitch
     t = tl.load(target + row)
@@ -124,6 +126,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
             u = tl.where(x > m, u * e + d * e_distance, u + e_distance)
         d = tl.where(x > m, d * e + 1.0, d + e)
         m = tl.maximum(m, x)
+        # At most one lane has the target's column, so the sum over lanes is the target's logit.
         l_t += tl.where(c == t, x, 0.0)
         if SUMS == "classes":
             of_classes += tl.where(c < V, x * (smoothing * _weight(class_weight, c, V)), 0.0)
@@ -135,6 +138,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
     total = tl.where(tl.abs(largest) < float("inf"), tl.sum(d * e, 0), float("nan"))
     log_total, inverse, entropy = tl.log(total), 1.0 / total, 0.0
     tl.store(top + row, largest)
+    # The largest logit has p = exp(0) / total.
     tl.store(p_top + row, inverse)
     # The loss of an invalid target is NaN, because a logit of 0 would look like the logit of a valid class.
     tl.store(at_target + row, tl.where((t >= 0) & (t < V), tl.sum(l_t, 0), float("nan")))
@@ -146,6 +150,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
     if of_p is not None:
         factor, factor_t = tl.load(of_p + row), tl.load(of_target + row)
         if of_lse is not None:
+            # lse is the same for all columns, so the z-loss only changes the factor of p_c.
             factor += tl.load(of_lse + row) * (largest + log_total)
         for start in range(0, V, BLOCK):
             c = start + tl.arange(0, BLOCK)
@@ -183,8 +188,10 @@ def _scaled(logits, c, V, pitch, softcap, cooling):
 @jit
 def _decay(m, x):
     """Return e = exp(-|m - x|) and e * |m - x|; equal infinities give 1 and 0, and NaN gives NaN."""
+    # infinity - infinity would be NaN.
     distance = tl.where(m == x, 0.0, tl.abs(m - x))
     e = tl.exp(-distance)
+    # 0 * infinity would be NaN.
     return e, e * tl.where(e == 0.0, 0.0, distance)
 
 

@@ -4,8 +4,8 @@
     values [R, k], G [R, V] = `RowLoss.of_tile(l)`     G is the gradient of l
     dx [R, D] = G @ W;  dW [V, D] += G.T @ x
 
-cross_entropy.py calls `in_tiles`. A projection with an adapter is a sum of two products, x @ W.T + u @ B.T. B
-is never merged into W.
+cross_entropy.py calls `in_tiles`. A projection with an adapter is a sum of two products, x @ W.T + u @ B.T.
+The adapter is never merged into W.
 
 Logits are scaled before a loss reads them: softcap * tanh(l / softcap) / temperature. Then
 
@@ -106,6 +106,7 @@ class Projection:
             at = at if self.index is None else self.index[at]
             torch.mm(x[at], weight.T, **options, out=logits)
             for more, low_rank in self.pairs[1:]:
+                # Added in place, so that no second tensor [r, V] exists.
                 add_product(logits, more[at], low_rank.T)
             if self.bias is not None:
                 logits.add_(self.bias)
@@ -176,6 +177,7 @@ class RowLoss:
         if logits.dtype.itemsize == 2:
             logits = logits.float()
         if self.softcap is not None:
+            # In place, because a tile of logits is the largest tensor here.
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
@@ -373,6 +375,7 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     else:
         fitting = min(max(CPU_BUDGET_MIB * MIB, x.nbytes) // of_row, -(-len(x) // MIN_TILES))
         fitting = max(fitting, MIN_ROWS)
+    # Each tile rounds a 16-bit weight gradient once more, so the number of tiles is limited.
     if x.dtype.itemsize == 2:
         fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
     # Use the fewest tiles that fit, of about equal size, with a multiple of 8 rows if that still fits. ceil(N
@@ -405,6 +408,7 @@ def in_tiles(
         if grad is None:
             continue
         if found[0] is not None:
+            # Summed in float32, because a 16-bit sum would be rounded at every row.
             found[0] += grad.sum(0, dtype=values.dtype)
         for (rows, weight), of_rows, of_weight in zip(
             projection.pairs, found[1::2], found[2::2], strict=True

@@ -193,6 +193,7 @@ class _Run:
         with torch.no_grad(), self._autocast():
             for tile in self._grid.tiles():
                 part = self._compute(tile, x[tile.source], tensors)
+                # The first tile determines the dtype and the memory format of the output.
                 y = self._empty_output(part) if y is None else y
                 y[tile.target] = part
                 del part  # free memory before the next tile is computed
@@ -255,6 +256,7 @@ class _Run:
         """Return an empty output tensor, in the memory format of a tile."""
         shape = (self._grid.num_samples, self._grid.channels[-1], *self._grid.lengths[-1])
         last: Any = {4: torch.channels_last, 5: torch.channels_last_3d}.get(part.dim())
+        # Some shapes are contiguous in both formats: the default format is used for them.
         is_last = last is not None and part.is_contiguous(memory_format=last) and not part.is_contiguous()
         memory_format = last if is_last else torch.contiguous_format
         return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=memory_format)
@@ -264,6 +266,7 @@ def _redraw(device: torch.device) -> Callable[[], Any]:
     """Return a context manager that restores the present random state, as torch's checkpoint does."""
     cpu = torch.get_rng_state()
     devices, states = get_device_states(torch.empty(0, device=device))
+    # `fork_rng` needs a device type even without devices.
     kind = device.type if devices else "cuda"
 
     @contextlib.contextmanager

@@ -139,6 +139,7 @@ class Grid:
         samples = max(end - first for first, end in self.samples)
         sizes = zip(self.channels, self._areas(max), strict=True)
         outputs = [samples * channels * area for channels, area in sizes][1:]
+        # The backward pass of a layer holds the gradients of its output and of its input.
         return sum(outputs) + 2 * max(outputs)
 
     def saved_elements(self, *, is_input_trained: bool) -> int:
@@ -228,6 +229,8 @@ def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
         more = min(grid.num_samples, max(samples + 1, int(samples * excess)))
         yield replace(grid, pieces=(more, *pieces))
     lengths = grid.lengths[-1]
+    # The longest pieces first, because a cut adds the smallest share of halo there; the last axis breaks
+    # ties.
     for axis in sorted(range(len(pieces)), key=lambda axis: (-(lengths[axis] // pieces[axis]), -axis)):
         if pieces[axis] < lengths[axis]:
             yield replace(grid, pieces=(samples, *pieces[:axis], pieces[axis] + 1, *pieces[axis + 1 :]))

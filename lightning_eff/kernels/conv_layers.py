@@ -181,6 +181,7 @@ def read_module(
                 return found
             layers += found
         return tuple(layers)
+    # Sharded weights are gathered around the module's own forward, which tiles do not call.
     weights = module.parameters(recurse=False)
     if any(isinstance(weight, DTensor) or weight.shape != full_shape(weight) for weight in weights):
         return f"the weights of {name} are sharded"
@@ -351,6 +352,7 @@ def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
 
 
 def _over_channels(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    # `layer_norm` normalizes over last axes: [b, c, *space] becomes [b, *space, c], and back.
     return F.layer_norm(x.movedim(1, -1), x.shape[1:2], weight, bias, eps).movedim(-1, 1)
 
 

@@ -323,6 +323,7 @@ class LossInTiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, bias: Tensor | None, *pairs: Tensor) -> Tensor:
         """Compute the values and, if the plan has a factor, the gradients."""
+        # Needed even if gradients are computed here, because a retained graph may run backward twice.
         ctx.save_for_backward(bias, *pairs)
         ctx.plan = plan
         # d(factor * sum_i v_i) / d v_i = factor, for every row [N, 1].
@@ -346,6 +347,7 @@ class LossInTiles(torch.autograd.Function):
                 "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
             )
         bias, *pairs = ctx.saved_tensors  # raises if the graph was freed
+        # Drop the node's reference, so that the gradients are freed after their use.
         plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
         if plan.factor is not None:
             if gradients is not None:
@@ -421,6 +423,7 @@ def product_dtype(x: Tensor, weight: Tensor, *, of: str = "") -> torch.dtype:
         TypeError: Dtypes do not fit.
     """
     cast = autocast_dtype(x.device.type, x.dtype, weight.dtype)
+    # Without autocast, torch rejects products of two dtypes.
     if not x.dtype.is_floating_point or (cast is None and x.dtype != weight.dtype):
         msg = f"{of}x of {x.dtype} and {of}weight of {weight.dtype}"
         raise TypeError(f"{msg}: expected one floating-point dtype, or autocast")

@@ -131,6 +131,7 @@ def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) ->
         return Choice(LIBRARY, 0.0)
     choices, shape = choices_of(operands.a.device), rounded(shape)
     configs, choice = candidates(shape, operands.a.device), choices.known.get(str(shape))
+    # Listed before the lookup, so that the report also shows shapes whose choice comes from a file.
     choices.asked[shape] = ""
     # A choice from a file may name a config that failed to compile in this process.
     if choice is not None and choice.config in (None, *configs):
@@ -184,5 +185,6 @@ def drop(config: TileConfig) -> None:
 def forget() -> None:
     """Prepare a run: reload the choices from the files, and clear the list of shapes."""
     _found.clear()
+    # Other processes may have written to the files since the last run.
     for cached in (_can_run, choices_of):
         cached.cache_clear()

@@ -80,8 +80,10 @@ def finish(
     offsets = m[:, None] * N + n[None, :]
     if gate is not None:
         g = tl.load(gate + packed + offsets, mask=inside, other=0.0).to(tl.float32)
+    # Without a gradient, `pre` is the value before the activation, or the up projection.
     saved, x2 = x, x
     if GRADIENT:
+        # x is the gradient of f(g), or of f(g) * u; here `saved` recomputes the forward pass's result.
         saved = _activate(g, ACTIVATION)
         if up is not None:
             u = tl.load(up + packed + offsets, mask=inside, other=0.0).to(tl.float32)

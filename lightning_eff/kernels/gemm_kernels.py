@@ -60,6 +60,7 @@ def _range_of_k(split, K, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
     if SPLIT_K == 1:
         first, last = 0, K
     else:
+        # Full steps in each range, so that only the last range has an incomplete step.
         depth = tl.cdiv(K, BLOCK_K * SPLIT_K) * BLOCK_K
         first, last = split * depth, tl.minimum(split * depth + depth, K)
     return first, last
@@ -77,6 +78,7 @@ def _write(
     inside = inside_m[:, None] & inside_n[None, :]
     if c is not None:
         c = address(c + z * stride_cz, first_m, first_n, stride_cm, stride_cn)
+    # gate, up, pre and d2 are contiguous [batch, M, N], so that one offset serves all four.
     packed = address(z * M * N, first_m, first_n, N, 1)
     saved, x2, x = finish(
         acc, m, n, inside_m, inside_n, N, c, stride_cm, stride_cn, bias, gate, up, first_n, packed,
@@ -113,6 +115,7 @@ def gemm_pointers(
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile_m, tile_n = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    # In 64 bits, because z * stride may exceed 32 bits.
     z_split = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     z = z_split // SPLIT_K
     first, last = _range_of_k((z_split % SPLIT_K).to(tl.int32), K, BLOCK_K, SPLIT_K)
@@ -169,6 +172,7 @@ def reduce_split_k(
         (m < M - first_m)[:, None] & (n < N - first_n)[None, :],
     )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Always from split 0 up, so that the rounding does not depend on the order of programs.
     for _ in range(SPLIT_K):
         acc += tl.load(tile + offsets, mask=inside, other=0.0)
         tile += tl.cast(stride_p, tl.int64)
@@ -219,6 +223,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
     if d2 is not None:
         d2_tiles = tl.make_tensor_descriptor(d2, [M, N], [N, 1], [BLOCK_M, WIDTH])
 
+    # `flatten` lets the loads of the next tile overlap with the epilogue of this tile.
     for number in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, NUM_SMS, flatten=True):
         split = number // (tiles_m * tiles_n)
         tile_m, tile_n = _tile_of(number % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
@@ -235,6 +240,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
         else:  # left and right half [BLOCK_M, WIDTH]: a smaller store tile leaves room for one more stage
             halves = acc.reshape(BLOCK_M, 2, WIDTH).permute(0, 2, 1).split()
         m, n = indices(BLOCK_M, WIDE), indices(WIDTH, WIDE)
+        # With split K, each split has its own rows of the scratch memory; otherwise `split` is 0.
         row_d = split * tiles_m * BLOCK_M + first_m
         for i in tl.static_range(SUBTILES):
             column = (tile_n * SUBTILES + i) * WIDTH
@@ -247,6 +253,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
                 pre_tiles.store([first_m, column], saved.to(pre.dtype.element_ty))
             if d2 is not None:
                 d2_tiles.store([first_m, column], x2.to(d2.dtype.element_ty))
+            # Stores need no mask, because TMA drops elements beyond the edge.
             x = x.to(d.dtype.element_ty)
             if ADDS and INTERPRETED:  # the interpreter has no TMA reduction, and runs programs in sequence
                 d_tiles.store([row_d, column], d_tiles.load([row_d, column]) + x)

@@ -79,6 +79,7 @@ class Launch:
             triton.set_allocator(partial(_scratch_memory, d.device))
         if self.config.split_k == 1:
             if self.config.kernel == "tma" and c is not None and not _is_like_d(c, d):
+                # The TMA kernel reads C in vectors, which requires aligned rows.
                 c = c.clone(memory_format=torch.contiguous_format)
             tensors = (a, b, c, bias, operands.gate, operands.up, pre, d2, target)
             self._gemm = self._gemm or self._bind_gemm(operands, tensors)
@@ -104,6 +105,7 @@ class Launch:
         a, b, c, d = tensors[0], tensors[1], tensors[2], tensors[-1]
         num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
         sizes = (operands.M, operands.N, operands.K)
+        # With split K, `reduce_split_k` computes the epilogue, so the GEMM gets none.
         constants: dict[str, Any] = {
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
@@ -117,6 +119,7 @@ class Launch:
             grid, constants["WIDE"] = num_tiles * math.prod(operands.batch), _is_wide(*tensors)
             return _bind(gemm_pointers, grid, tensors, (*sizes, *strides), constants, config)
         a_by_rows, b_by_rows = a.stride(1) == 1, b.stride(1) == 1
+        # The other stride of each matrix is 1, as TMA requires.
         near = (a.stride(0 if a_by_rows else 1), b.stride(0 if b_by_rows else 1))
         strides = (*near, 0 if c is None else c.stride(0), d.stride(-2))
         num_sms = devices.of(d.device).num_sms
@@ -145,6 +148,7 @@ def _bind(
     grid = (num_programs, 1, 1)
     run = kernel[grid]  # raises an error with the remedy if Triton is missing
     options = {} if config is None else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    # The compiled kernel takes constants by position, too.
     in_order = tuple(constants[name] for name in kernel.arg_names if name in constants)
     if INTERPRETED:
         run = partial(run, **options)
@@ -179,6 +183,7 @@ def _is_like_d(c: Tensor, d: Tensor) -> bool:
 
 def _is_wide(*tensors: Tensor | None) -> bool:
     """Return whether offsets inside a tile (at most 128 rows and 256 columns) may exceed 32 bits."""
+    # 2**23 * 256 columns = 2**31.
     return any(max(t.stride()[-2:]) >= 2**23 for t in tensors if t is not None and t.ndim > 1)
 
 

@@ -26,8 +26,8 @@ MLP_ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor
 def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
     """Compute a GEMM with few differentiable calls of torch's library, into `out` or a new tensor.
 
-    Rounding follows torch: a 16-bit result is rounded before the activation. With C and a bias, the sum with
-    C is rounded before the bias is added.
+    Rounding follows torch: a 16-bit result is rounded before the activation. With C and a bias, the sum of
+    the product and C is rounded before the bias is added.
     """
     a, b, c, bias, out_dtype = operands.a, operands.b, operands.c, operands.bias, operands.out_dtype
     batch, options = operands.batch, dict[str, Any]()
@@ -73,9 +73,11 @@ def mlp_by_library(operands: Operands, *, stores_pre: bool) -> list[Tensor]:
     x = by_library(replace(operands, activation=None, gate=None, up=None, gradient=False))
     if not operands.gradient:
         return [activated(x, gate, activation), *([x] if stores_pre else [])]
+    # Without `up`, `gate` holds H, the input of the activation.
     h, gate = (gate, None) if up is None else (up, gate)
     pre = [activated(h, gate, activation)] if stores_pre else []
     grad_h, grad_gate = input_gradients(x, h, gate, activation)
+    # In the order d, pre, d2: with a gate, d is the gradient of the gate, and d2 of the up projection.
     return [grad_h, *pre] if grad_gate is None else [grad_gate, *pre, grad_h]
 
 

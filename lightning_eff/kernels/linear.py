@@ -145,6 +145,7 @@ def linear(
         and weight.requires_grad
         and torch.is_grad_enabled()
     )
+    # Integers, complex numbers, and sparse or nested tensors are left to torch.
     is_dense = x.dtype in DTYPES and x.layout == torch.strided and not x.is_nested
     if not (is_ours or accumulates) or not is_dense:
         return F.linear(x, weight, bias)

@@ -111,6 +111,7 @@ def gemm(
         if out.is_neg() or overlaps_operand(operands, out):
             return out.copy_(gemm(a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation,
                                   out_dtype=out_dtype, backend=backend))  # fmt: skip
+    # One large product is faster than a batch of small products.
     folded, folded_out = fold_batch(operands, out)
     device = a.device.type  # the operands have their final dtypes already
     with torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext():
@@ -192,7 +193,7 @@ def is_traced() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Return whether forward-mode derivatives (jvp, jacfwd) are active, which our operator cannot compute."""
+    """Return whether forward-mode derivatives (jvp, jacfwd) are active, as our operator has none."""
     return forward_ad._current_level >= 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
@@ -210,6 +211,7 @@ def _has_mode() -> bool:
 
 def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Tensor:
     """Launch the kernels, or call the library if that is faster or the kernels cannot be compiled."""
+    # A grid without programs cannot be launched.
     is_empty = 0 in operands.size
     launch = dispatch.find(operands, out, backend=backend) if not is_empty else None
     if launch is None:

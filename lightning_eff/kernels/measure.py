@@ -88,6 +88,7 @@ def measure(
                 warnings.warn(f"{what}: it is not used", UserWarning, stacklevel=2)
     # In turns, so that a change of the GPU's clock affects all candidates alike.
     turns = [{name: milliseconds(run) for name, run in runs.items()} for _ in range(TURNS)]
+    # The median ignores a turn in which other work slowed the GPU.
     times = {name: median(turn[name] for turn in turns) for name in runs}
     library_ms = times.pop(LIBRARY)
     fastest = min(times, key=lambda name: times[name], default=LIBRARY)
@@ -110,6 +111,7 @@ def is_right(found: Tensor, expected: Tensor) -> bool:
     4,096 columns.
     """
     found, largest = found.float(), expected.float().abs().amax(1, keepdim=True)
+    # At least 2**-10, because float32 may be multiplied as TF32.
     allowed = 4 * max(torch.finfo(expected.dtype).eps, 2.0**-10) * largest
     return bool(((found - expected.float()).abs() <= allowed).all())
 

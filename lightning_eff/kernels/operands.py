@@ -94,6 +94,7 @@ class Operands:
             writes: Number of matrices that the epilogue stores in addition to the result (`pre` and `d2` of
                 `Launch`).
         """
+        # TMA configs compute single products, so a batch counts as unaligned.
         aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,

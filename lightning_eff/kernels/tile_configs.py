@@ -64,6 +64,7 @@ class TileConfig:
         if self.split_k > 1:  # float32 sums; the epilogue runs in reduce_split_k
             out_itemsize, c_itemsize = 4, 0
         elif c_itemsize or shape.epilogue_reads:
+            # One buffer serves C, gate and up in turn, so the widest element decides.
             c_itemsize = 0 if self.adds else max(c_itemsize, out_itemsize)
         finished = self.block_m * self.block_n // self.subtiles
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes

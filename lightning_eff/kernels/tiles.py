@@ -240,6 +240,7 @@ def _fitting_m(cost: Cost) -> tuple[int, ...]:
     # Candidates are numbers of tile rows: the nearest below M, then the nearest above M.
     for candidates in (range(rows - 1, 0, -1), range(rows + 1, rows + 2 * num_sms + 1)):
         for num_rows in candidates:
+            # For another M, another config may be ranked first.
             best = rank_configs(replace(cost.shape, M=num_rows * block), cost.device)[0]
             is_full = best.waves >= 1.0 and 1.0 - best.wave_quantization >= MIN_WAVE_EFFICIENCY
             if is_full and best.config.split_k == 1:

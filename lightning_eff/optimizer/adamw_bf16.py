@@ -112,6 +112,7 @@ class AdamWBf16(Optimizer):
         trained = [each for each in run.module.parameters() if each.requires_grad]
         if not run.has_adamw or any(each.dtype != torch.float32 for each in trained):
             return None
+        # State takes half of its bytes, and the temporaries of torch's step are replaced by chunks.
         factors = {i: 0.5 for i, each in enumerate(run.allocations) if each.category == STATE}
         factors |= dict.fromkeys(run.step_temporaries(), 0.0)
         num_values = min(CHUNK, max((each.numel() for each in trained), default=0))
@@ -157,6 +158,8 @@ class AdamWBf16(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group, index)
+                # Parameters without a gradient count too, so that the random bits of the others stay the
+                # same.
                 index += 1
         return loss
 
@@ -193,7 +196,7 @@ class AdamWBf16(Optimizer):
         self.restore_state_dtype()
 
     def restore_state_dtype(self) -> None:
-        """Convert averages back to bfloat16; `Optimizer.load_state_dict` casts state to the weights'
+        """Restore bfloat16 averages, because `Optimizer.load_state_dict` casts state to the weights'
         dtype."""
         for state in self.state.values():
             for name in [name for name in AVERAGES if name in state]:
@@ -243,6 +246,7 @@ def _adamw(
     # sqrt(v / (1 - beta2^t)) + eps, in place.
     denominator = square.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
     updated = weight.float()  # the weight itself if it is float32
+    # Decoupled weight decay, before the update as in torch.
     updated.mul_(1 - lr * group["weight_decay"])
     updated.addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
     if weight.dtype != torch.float32:

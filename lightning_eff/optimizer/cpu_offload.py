@@ -177,6 +177,7 @@ class CpuOffload(PerParameter):
         for parameter, copy in self.copies.items():
             if copy in loaded:
                 self.state[parameter] = HostState(loaded[copy])
+        # The inner optimizers must step with the loaded state.
         self.share_state()
 
     def outcome(self) -> Outcome:

@@ -57,6 +57,7 @@ class Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_t: Tensor, mm_config: Any, config: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        # dW needs x, and dx needs W.
         ctx.save_for_backward(x if needs_dw else None, weight_t if needs_dx else None)
         ctx.mm_config, ctx.config = mm_config, config
         cast = functools.partial(_cast, mm_config=mm_config, config=config)
@@ -74,6 +75,7 @@ class Float8Product(torch.autograd.Function):
         x, weight_t = ctx.saved_tensors
         config: Any = ctx.config
         cast = functools.partial(_cast, mm_config=ctx.mm_config, config=config)
+        # dy is cast for each product, because the scales of the two products may have different axes.
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dw_t = None
         if weight_t is not None:
@@ -158,6 +160,7 @@ def _save_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> No
         return
     plain: Any = getattr(weight, "_local_tensor", weight)._tensor  # noqa: SLF001
     if isinstance(weight, DTensor):
+        # The state dict gets a DTensor again, with the plain weight as its local tensor.
         mesh, placements = weight.device_mesh, weight.placements
         plain = DTensor.from_local(
             plain, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()

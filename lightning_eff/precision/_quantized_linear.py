@@ -115,6 +115,7 @@ class Linear8bit(modules.Linear8bitLt):
         weight = self.weight
         if weight.SCB.device != weight.device:  # bitsandbytes 0.50 moves only the weight
             weight.SCB = weight.SCB.to(weight.device)
+        # `is_training` stays True, so that evaluation does not quantize the inputs.
         self.state.CB, self.state.SCB, self.state.is_training = weight.data, weight.SCB, True
         out: Tensor = bnb.matmul(x.to(self.compute_dtype), weight, bias=self.bias, state=self.state)
         return out.to(x.dtype)
@@ -170,6 +171,7 @@ def quantize(
         codes, scale, _ = int8_vectorwise_quant(before.to(torch.float16))
         weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
     own.__class__ = type(template)
+    # The template has the attributes that the constructor of bitsandbytes sets; existing attributes win.
     for name, value in vars(template).items():
         vars(layer).setdefault(name, value)
     own.weight, own.compute_dtype = weight, compute_dtype
@@ -180,6 +182,7 @@ def quantize(
         own.bias.data = own.bias.data.to(compute_dtype)
         own.bias.requires_grad = False
     lost = (dequantize(own.weight) - before.float()).norm()
+    # The lower bound avoids a division by 0 for a weight of zeros.
     return float(lost / before.float().norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 

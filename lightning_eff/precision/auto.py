@@ -287,6 +287,7 @@ class AutoPrecision(Precision):
             allowed = "another format with LBFGS, which evaluates the loss several times per step"
             remedies = [TO_BF16_MIXED, TO_FP32]
             raise ConfigError(key="precision", value=self.precision, allowed=allowed, remedies=remedies)
+        # The closure runs the backward pass, so gradients can be unscaled only after it.
         result = closure()
         # With nothing to unscale, the scaler's `step` would raise an error.
         is_skipped = result is None and model.automatic_optimization  # training_step returned None

@@ -72,8 +72,8 @@ ROWS = 8192
 """Assumed number of tokens (rows) per batch, because layers are chosen before the first batch."""
 HIGH_PEAK, LOW_PEAK, BANDWIDTH = 0.7, 0.6, 0.65
 """Estimated fractions of a device's peaks that 16-bit products, float8 products, and casts reach. With these
-fractions, layers on an H100 gain at about the sizes of torchao 0.18's own filter (4096 x 4096 gains, 2048 x
-4096 does not)."""
+fractions, the model predicts a gain on an H100 for about the same layers as torchao 0.18's filter (for 4096 x
+4096, but not for 2048 x 4096)."""
 CAST_BYTES = 5
 """Bytes that a cast moves per 16-bit element: 2 read for the largest magnitude, 2 read again, 1 written."""
 CASTS = {"rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "tensorwise": (2, 2, 1)}

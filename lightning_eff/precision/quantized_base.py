@@ -336,6 +336,7 @@ def matrices(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[st
     """Yield the frozen matrices, and the biases of their layers, by name."""
     for name, module in modules_without(model, skip_modules):
         own = dict(module.named_parameters(recurse=False))
+        # Norms, and layers without a matrix, are small: a cast would save little.
         if isinstance(module, NORMS) or all(parameter.ndim < 2 for parameter in own.values()):
             continue
         for key, parameter in own.items():
