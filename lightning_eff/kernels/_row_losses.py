@@ -41,7 +41,7 @@ from lightning_eff.kernels._row_kernel import PITCH
 
 MIB = 1 << 20
 CPU_BUDGET_MIB = 16
-"""Smallest default of `tile_budget_mib` on a CPU: tiles of that size stay near the caches."""
+"""Smallest default of `tile_budget_mib` on a CPU, where tiles of that size roughly fit in the caches."""
 MIN_TILES = 8
 """Fewest tiles on a CPU with the default budget: with a small vocabulary, fewer tiles save too little."""
 MIN_ROWS = 128
@@ -255,7 +255,7 @@ class CrossEntropy(RowLoss):
             p.scatter_add_(1, row_target, of_target)
             if of_all is not None:
                 p.sub_(of_all * of_class)
-            row_gradient.copy_(self.unscale(p, scaled))  # a no-op if both are the same memory
+            row_gradient.copy_(self.unscale(p, scaled))  # no copy if both are the same memory
             del p, scaled, surprise  # free memory before the next part is converted
 
     def _factors(self, grads: Tensor | None, weight: Any, of_classes: Any) -> list[Tensor | None]:

@@ -66,6 +66,7 @@ class Choices:
         self.asked: dict[Shape, str] = {}  # shapes of this run, with the reason if not measured
         # The user's file is read last, so that its measurements replace the shipped measurements.
         for path in (SHIPPED / name, self.path):
+            # Without a readable file, all shapes are measured.
             with suppress(OSError):
                 self.adopt(path.read_bytes())
 
@@ -93,6 +94,7 @@ class Choices:
         """
         temporary = None
         try:
+            # Read the file again, because other processes may have added choices.
             with suppress(FileNotFoundError):
                 self.adopt(self.path.read_bytes())
             self.known[str(shape)] = choice  # after `adopt`, so that an older choice is replaced

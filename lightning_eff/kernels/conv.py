@@ -81,6 +81,7 @@ def tiled(
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: segment='InstanceNorm2d': expected local layers: ...
     """
+    # A ModuleList has no forward, so it counts as a list of layers.
     is_module = isinstance(segment, nn.Module) and not isinstance(segment, nn.ModuleList)
     modules: list[nn.Module] = [segment] if is_module else list(segment)  # pyright: ignore[reportArgumentType, reportAssignmentType]
     num_axes = x.dim() - 2
@@ -149,6 +150,7 @@ class _Save(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        # `_Tiled` returns the gradients of all tensors.
         return (None,) * len(ctx.needs_input_grad)
 
 
@@ -156,6 +158,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, run: _Run, saved: Tensor, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        # The node of `_Save` holds the tensors, which a surrounding checkpoint can free and restore.
         ctx.run, ctx.saved = run, saved.grad_fn
         return run.forward(x, tensors)
 

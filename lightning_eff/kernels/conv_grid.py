@@ -210,6 +210,7 @@ def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | N
         # first.
         finer = (each for each in _finer(grid, excess) if each.halo() <= MAX_HALO)
         grid = next((each for each in finer if not (is_cpu and each.is_native())), None)
+        # If no finer grid is within the limits, the last grid exceeds the budget.
         chosen = grid or chosen
     return chosen
 

@@ -1,12 +1,12 @@
-"""Describe torch's layers whose output at a pixel depends on a window of input pixels; conv.py uses this.
+"""Describe torch's layers whose output at a pixel depends on a window of input pixels, for conv.py.
 
 Along each spatial axis, output `o` reads the inputs
 
     o * stride - low + tap * dilation        for 0 <= tap < kernel
 
-Inputs below 0 and beyond the image are padding. A module whose output depends on other inputs, or whose
-padding is not constant, is not supported. Such a module ends a segment, and torch computes the module for the
-whole image.
+Inputs below 0 and beyond the image are padding. A module whose output depends on inputs outside such a
+window, or whose padding is not constant, is not supported. Such a module ends a segment, and torch computes
+the module for the whole image.
 
 A module's sizes, flags and weights are read at each call. Only torch's own classes are supported, by exact
 type, since a subclass, a parametrization or an adapter may compute anything. Layer normalization over
@@ -210,6 +210,7 @@ def _read_layer(module: nn.Module, num_axes: int) -> LocalLayer | str:
 
 
 def _convolution(module: Any) -> LocalLayer | str:
+    # Mirrored and repeated pixels may belong to another tile.
     if module.padding_mode != "zeros":
         return f"{type(module).__name__} pads with padding_mode={module.padding_mode!r}"
     function, num_axes, groups = CONVOLUTIONS[type(module)], len(module.kernel_size), module.groups
@@ -322,6 +323,7 @@ def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
     float64.
     """
     refusal = f"{type(module).__name__} is not known to normalize over the channels of a pixel"
+    # Children and buffers may change what a subclass computes.
     if len(module.normalized_shape) != 1 or [*module.children(), *module.buffers()]:
         return refusal
     (channels,), eps = module.normalized_shape, module.eps

@@ -275,6 +275,7 @@ def linear_kl(
     # The numbers of classes and rows must agree; the widths D of the two models may differ.
     if own != taught:
         raise ValueError(f"a teacher of {taught} and a student of {own}: expected as many")
+    # Detached, because the teacher gets no gradients.
     teacher = (teacher_rows.detach().to(teacher_dtype), teacher_weight.detach().to(teacher_dtype))
     loss = Divergence(teacher=teacher, temperature=float(temperature), beta=float(beta))
     pairs = _pairs(rows, weight, None, dtype)

@@ -1,4 +1,4 @@
-"""Describe devices for the cost model: the vendors' peaks of dense products, and sizes of memory and caches.
+"""Describe devices for the cost model: the vendors' peaks for dense products, and sizes of memory and caches.
 
 The sizes of a GPU of this machine come from the driver. Peaks are known only for the GPUs in the table. Peaks
 of all other GPUs are estimates, which are used to rank configs and are never shown.
@@ -142,10 +142,10 @@ DEVICES: Mapping[str, Device] = {
 }  # fmt: skip
 """Devices by the names that the command line accepts: A100 and H100 with 80 GB, V100 with 32 GB.
 
-Peaks are for dense products with float32 sums, from the vendors' data sheets and white papers. Memory sizes
-are the driver's. The memory sizes of the RTX 5090 and of all entries below are from data sheets, less 3 % for
-the driver, and less 1/16 if GDDR memory corrects errors. L2 bandwidths are estimates, since vendors do not
-publish L2 bandwidths."""
+Peaks are for dense products with float32 sums, from the vendors' data sheets and white papers. The driver
+reports the memory sizes. The memory sizes of the RTX 5090 and of all entries below are from data sheets, less
+3 % for the driver, and less 1/16 if GDDR memory corrects errors. L2 bandwidths are estimates, since vendors
+do not publish L2 bandwidths."""
 
 
 def named(name: str) -> Device:
@@ -175,7 +175,8 @@ def of(device: torch.device) -> Device:
     if device.type != "cuda":
         return this_cpu()
     properties = torch.cuda.get_device_properties(device)
-    capability = 0 if torch.version.hip else properties.major * 10 + properties.minor  # AMD's 9.4: not Hopper
+    # AMD's capabilities have another meaning: 9.4 is not later than NVIDIA's 9.0.
+    capability = 0 if torch.version.hip else properties.major * 10 + properties.minor
     shared_bytes = properties.shared_memory_per_block  # ROCm reports no opt-in size
     return _gpu(
         properties.name, capability, properties.multi_processor_count, l2_bytes=properties.L2_cache_size,

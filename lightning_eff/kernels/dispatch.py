@@ -36,9 +36,9 @@ BACKENDS = ("auto", "torch", "triton")
 NUM_CANDIDATES = 4
 """Number of configs that are measured, best-ranked first."""
 MIN_FLOP = 2e10
-"""FLOPs of the smallest product that `auto` measures (30 us on an H100). Launches dominate below."""
+"""Smallest FLOPs that `auto` measures (30 us on an H100): below, launch overhead cancels the gain."""
 MAX_FOUND = 4096
-"""Largest number of cached answers. The cache is cleared if varying lengths produce more answers."""
+"""Largest number of cached answers. A full cache is cleared; varying lengths can fill the cache."""
 _found: dict[tuple[Any, ...], Launch | None] = {}
 _dropped: set[TileConfig] = set()  # configs that failed to compile
 
@@ -99,6 +99,7 @@ def find(
         if any(offsets) or (out is not None and not is_aligned(out)):
             shape = replace(shape, aligned=False)
         if backend == "triton":
+            # If no config fits, the library computes the product.
             config = next(iter(candidates(shape, a.device)), None)
         else:
             choice = choose(shape, operands, out, writes)
@@ -112,7 +113,7 @@ def find(
 
 
 def _may_add(operands: Operands, c: Tensor, out: Tensor) -> bool:
-    """Return whether a config may add to `out` in memory: `out` is C, has float32, and needs no epilogue."""
+    """Return whether a config may add to `out` in memory: `out` is C, is in float32, and has no epilogue."""
     is_sum = operands.beta == 1.0 and operands.bias is operands.activation is None
     is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
     return is_sum and in_place(c, out)
@@ -178,6 +179,7 @@ def why_not_measured() -> str:
 
 def drop(config: TileConfig) -> None:
     """Stop using a config in this process, because it cannot be compiled."""
+    # Cached launches may use this config, so the cache is cleared too.
     _dropped.add(config)
     _found.clear()
 

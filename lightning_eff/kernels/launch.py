@@ -105,7 +105,7 @@ class Launch:
         a, b, c, d = tensors[0], tensors[1], tensors[2], tensors[-1]
         num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
         sizes = (operands.M, operands.N, operands.K)
-        # With split K, `reduce_split_k` computes the epilogue, so the GEMM gets none.
+        # With split K, `reduce_split_k` computes the epilogue, so the GEMM kernel computes no epilogue.
         constants: dict[str, Any] = {
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k_bytes // operands.a.element_size(),

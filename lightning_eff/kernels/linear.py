@@ -1,4 +1,4 @@
-"""A linear layer computed by our GEMM. Its class replaces `nn.Linear`; its parameters and state are the same.
+"""A linear layer computed by our GEMM: `nn.Linear` with another class, but with the same parameters.
 
     y = x @ weight.T + bias
 
@@ -132,11 +132,11 @@ def linear(
         accumulation: If given, the weight's gradient may be added in place.
 
     Returns:
-        Activations with `n` features, in the dtype of `x`, or in autocast's.
+        Activations with `n` features, in the dtype of `x` or of autocast.
 
     Raises:
-        ValueError: An unknown backend.
-        RuntimeError: `triton` where the kernels cannot run.
+        ValueError: The backend is unknown.
+        RuntimeError: The backend is `triton`, but the kernels cannot run on the device.
     """
     is_ours = dispatch.may_use_triton(backend, x.device, x.dtype)
     accumulates = (
@@ -170,6 +170,7 @@ def linear(
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
+# Weak keys and weak values: the cache keeps neither weights nor copies alive.
 _low_copies: Any = WeakTensorKeyDictionary()
 
 

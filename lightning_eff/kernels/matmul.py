@@ -148,6 +148,7 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
     """
     if not dispatch.may_use_triton(backend, operands.a.device, operands.a.dtype) or in_forward_mode():
         return by_library(operands, out)
+    # The operator is for traced, fake and wrapped tensors; plain tensors do not need the dispatcher.
     is_real = not is_traced() and are_plain(operands, out)
     if is_real and not operands.needs_gradient and not _has_mode():
         return _run(operands, out, backend)
@@ -193,7 +194,7 @@ def is_traced() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Return whether forward-mode derivatives (jvp, jacfwd) are active, as our operator has none."""
+    """Return whether forward-mode derivatives (jvp, jacfwd), which our operator lacks, are active."""
     return forward_ad._current_level >= 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
@@ -281,6 +282,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     like_a, like_b, like_c, like_bias = ctx.likes
     needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
+    # In the dtype of A, because both operands of a product have one dtype.
     factor = grad.to(like_a[0])
     return (
         # Gradient of A: dA [*batch, M, K] = alpha * dD [*batch, M, N] @ B^T [*batch, N, K]

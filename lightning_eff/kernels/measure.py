@@ -57,6 +57,7 @@ def measure(
     d2 = torch.empty_like(d) if operands.up is not None else None
     pre = torch.empty_like(d) if writes > (d2 is not None) else None
     results = [result for result in (d, pre, d2) if result is not None]
+    # A config with `adds` adds to C in memory, so the separate result takes the place of C.
     given = replace(operands, c=d) if adds else operands
 
     def reset() -> None:

@@ -1,11 +1,11 @@
 """Predict the time of a GEMM with each tile config on a device, rank configs, and explain the best config.
 
 A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N. An SM computes one tile at a time, so tiles run in
-waves, with one tile per SM. The model contains four losses. Wave quantization: in the last wave, some SMs
-have no tile. Tile quantization: tiles at the edge also compute elements beyond the result. Repeated reads:
-operands are read again if the L2 cache is too small. Alignment: the tensor memory accelerator (TMA) can copy
-only rows that start at a multiple of 16 bytes. Times are predictions. dispatch.py uses the ranking, and
-`explain_tiles` is for users.
+waves, with one tile per SM. The cost model contains four losses. Wave quantization: in the last wave, some
+SMs have no tile. Tile quantization: tiles at the edge also compute elements beyond the result. Repeated
+reads: operands are read again if the L2 cache is too small. Alignment: the tensor memory accelerator (TMA)
+can copy only rows that start at a multiple of 16 bytes. Times are predictions. dispatch.py uses the ranking,
+and `explain_tiles` is for users.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class AdamWBf16(Optimizer):
         trained = [each for each in run.module.parameters() if each.requires_grad]
         if not run.has_adamw or any(each.dtype != torch.float32 for each in trained):
             return None
-        # State takes half of its bytes, and the temporaries of torch's step are replaced by chunks.
+        # float32 state becomes bfloat16, and chunks replace the temporaries of torch's step.
         factors = {i: 0.5 for i, each in enumerate(run.allocations) if each.category == STATE}
         factors |= dict.fromkeys(run.step_temporaries(), 0.0)
         num_values = min(CHUNK, max((each.numel() for each in trained), default=0))
@@ -158,8 +158,8 @@ class AdamWBf16(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group, index)
-                # Parameters without a gradient count too, so that the random bits of the others stay the
-                # same.
+                # Parameters without a gradient count too, so that the random bits of other parameters stay
+                # the same.
                 index += 1
         return loss
 
@@ -196,8 +196,7 @@ class AdamWBf16(Optimizer):
         self.restore_state_dtype()
 
     def restore_state_dtype(self) -> None:
-        """Restore bfloat16 averages, because `Optimizer.load_state_dict` casts state to the weights'
-        dtype."""
+        """Restore bfloat16 averages: `Optimizer.load_state_dict` casts state to the weights' dtype."""
         for state in self.state.values():
             for name in [name for name in AVERAGES if name in state]:
                 state[name] = state[name].to(torch.bfloat16)
@@ -238,6 +237,7 @@ def _adamw(
     """Update some rows in float32, like torch's for-loop AdamW, and round values stored in bfloat16."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     gradient = gradient.float()
+    # Averages as in torch: m = beta1 * m + (1 - beta1) * g, and v with beta2 and g^2.
     mean = exp_avg.float().lerp_(gradient, 1 - beta1)
     square = exp_avg_sq.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     exp_avg.copy_(round_stochastically(mean, generator))
@@ -245,7 +245,7 @@ def _adamw(
     exp_avg_sq.copy_(round_stochastically(square, generator))
     # sqrt(v / (1 - beta2^t)) + eps, in place.
     denominator = square.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-    updated = weight.float()  # the weight itself if it is float32
+    updated = weight.float()  # no copy of a float32 weight
     # Decoupled weight decay, before the update as in torch.
     updated.mul_(1 - lr * group["weight_decay"])
     updated.addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))

@@ -51,7 +51,7 @@ class CpuOffload(PerParameter):
         lr: Learning rate.
         weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
         optimizer: Class that steps each parameter, from torch.optim or another class with state per
-            parameter. Set `lr` and `weight_decay` only above. None for fused AdamW.
+            parameter. The class gets `lr` and `weight_decay` from the arguments above. None for fused AdamW.
         pin_memory: Keep the host's copies in page-locked memory, so that copying is faster and asynchronous.
 
     Raises:
@@ -85,7 +85,7 @@ class CpuOffload(PerParameter):
         self.pin_memory = pin_memory
         self._side_stream: torch.cuda.Stream | None = None
         self._has_warned = False
-        # Not a method, since its reference cycle would keep this optimizer and the host's memory alive.
+        # Not a bound method, whose reference cycle would keep this optimizer and the host's memory alive.
         super().__init__(
             params,
             optimizer,
@@ -106,6 +106,7 @@ class CpuOffload(PerParameter):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             inner_state, copy = self._inner[parameter].state, self.copies[parameter]
+            # A dict that moves every tensor to the host, whatever state the inner optimizer creates.
             inner_state[copy] = HostState(inner_state.get(copy, {}))
 
     @override

@@ -75,7 +75,7 @@ class InBackward(PerParameter):
         lr: Learning rate.
         weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
         optimizer: Class that steps each parameter, from torch.optim or another class with state per
-            parameter. Set `lr` and `weight_decay` only above. None for fused AdamW.
+            parameter. The class gets `lr` and `weight_decay` from the arguments above. None for fused AdamW.
         max_parameter_norm: Largest norm of one parameter's gradient; larger gradients are scaled down. With
             None, gradients are not clipped.
 

@@ -92,10 +92,10 @@ class Muon(WrapperOptimizer):
         self._adamw = functools.partial(torch.optim.AdamW, betas=(first, second), fused=fused, **shared)
         optimizers: list[Optimizer] = [muon, self._adamw(others)] if others else [muon]
         super().__init__([group for inner in optimizers for group in inner.param_groups], {})
-        self.optimizers = optimizers  # from now on, `add_param_group` passes groups to these
+        self.optimizers = optimizers  # from now on, `add_param_group` passes groups to these optimizers
         for inner in self.optimizers:
             self.state.update(inner.state)
-            inner.state = self.state  # one dict for all, so that every inner optimizer gets a loaded state
+            inner.state = self.state  # one dict for all optimizers, so that each gets a loaded state
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ class Linear8bit(modules.Linear8bitLt):
     @override
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if weight.SCB.device != weight.device:  # bitsandbytes 0.50 moves only the weight
+        if weight.SCB.device != weight.device:  # bitsandbytes 0.50 does not move scales
             weight.SCB = weight.SCB.to(weight.device)
         # `is_training` stays True, so that evaluation does not quantize the inputs.
         self.state.CB, self.state.SCB, self.state.is_training = weight.data, weight.SCB, True
@@ -166,8 +166,8 @@ def quantize(
         weight = weight.to(device=before.device)  # a move to a device quantizes the weight
     else:
         template = Linear8bit(1, 1, has_fp16_weights=False, device="meta")
-        # W = codes * scale / 127; the scale is the largest magnitude of a row
-        # The kernel accepts float16 only.
+        # W = codes * scale / 127, with the largest magnitude of each row as its scale. The kernel accepts
+        # only float16.
         codes, scale, _ = int8_vectorwise_quant(before.to(torch.float16))
         weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
     own.__class__ = type(template)

@@ -209,6 +209,7 @@ class AutoPrecision(Precision):
         if self.tf32 and device_type != "cuda":
             text = f"tf32=True has no effect on {device_type}: TF32 is a format of NVIDIA GPUs"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
+        # Only once, so that a second fit does not take the changed switches for the user's.
         if self.tf32 is not None and device_type == "cuda" and self._restore_tf32 is None:
             self._restore_tf32 = set_tf32(enabled=self.tf32)
         self._bytes_before = sum(parameter.nbytes for parameter in module.parameters())
@@ -257,6 +258,7 @@ class AutoPrecision(Precision):
 
     @override
     def module_init_context(self) -> AbstractContextManager[None]:
+        # New layers have the low dtype from the start, so that no float32 copy of the model exists.
         is_low = self.precision == "bf16-true"
         return step_context("bf16-true", "cpu") if is_low else contextlib.nullcontext()
 
@@ -360,6 +362,7 @@ def set_tf32(*, enabled: bool) -> Callable[[], None]:
             undo.callback(torch.set_float32_matmul_precision, older)
             torch.set_float32_matmul_precision("high" if enabled else "highest")
         CUDA_MATMUL.fp32_precision = precision
+    # Switches that have the requested value already are left alone.
     differing = [switch for switch in CUDNN if _is_tf32(switch) != enabled]
     if differing:
         undo.callback(_restorer(differing))

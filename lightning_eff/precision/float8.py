@@ -13,7 +13,7 @@ frozen weights always use `rowwise`. A scale has a minimum, so that rows of zero
 
 Saves: time of linear layers with some 4,096 features or more, on an H100 or later.
 Costs: without compiled blocks, each cast takes several kernels, and more time than the products save.
-    Operands have about 3 bits of precision; sums are exact to bfloat16.
+    Operands have about 3 bits of precision; sums have the precision of bfloat16.
 When not: layers are smaller (the report then gives the reason); blocks are not compiled.
 Conflicts: `callbacks/triton_gemm` is rejected, because that callback computes the same layers. `all_gather`
     needs `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed is rejected, because it casts and gathers weights
@@ -95,7 +95,7 @@ def to_float8(
     emulate: bool = False,
     device: str | torch.device = "cuda",
 ) -> dict[str, str]:
-    """Convert the linear layers of a model that become faster; for Fabric, or a custom training loop.
+    """Convert the linear layers that become faster; for Fabric, or a custom training loop.
 
     Args:
         model: The model, with adapters, before it is compiled or sharded; layers that are converted already
@@ -277,6 +277,7 @@ class Float8(AutoPrecision):
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found = sorted(nonfinite(gradients))
         self._checked += bool(gradients)  # empty if an optimizer in the backward pass freed them
+        # Only the first occurrence warns; all occurrences are counted.
         if found and not self._overflows:
             text = f"precision/float8: NaN or infinity in {len(found)} gradients of step {self._steps}"
             recipe = Remedy("precision.recipe=rowwise_with_gw_hp", 'Float8(recipe="rowwise_with_gw_hp")')
@@ -338,6 +339,7 @@ def convert_model(
 
     skip = [skip] if isinstance(skip, str) else skip
     names = {plain_name(name) for name, _ in model.named_modules() if name}
+    # `head` is the default, and many models have no module of that name.
     check_module_names("skip", [name for name in skip if name != "head"], names)
     present = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     gain = None if on is None else functools.partial(speedup, device=on, recipe=recipe)
@@ -390,6 +392,7 @@ def reasons(
         gain: Function that returns a layer's speed in float8 relative to bfloat16. With None, every possible
             layer is converted.
     """
+    # Hugging Face models return their head as `get_output_embeddings`.
     heads = {id(getattr(module, "get_output_embeddings", lambda: None)()) for module in model.modules()}
     # Not `weight`: a parametrized layer would compute its weight, and spectral_norm counts computations.
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]

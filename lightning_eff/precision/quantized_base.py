@@ -214,6 +214,7 @@ class QuantizedBase(AutoPrecision):
     def cast_frozen(self, model: nn.Module) -> int:
         """Cast frozen matrices to 16 bits if requested, and trained parameters and adapters to float32."""
         trained = [p for p in model.parameters() if p.requires_grad]
+        # Evaluation needs no trained parameters.
         trainer: Any = getattr(model, "_trainer", None)
         if not trained and (trainer is None or trainer.training):
             raise self._quant_type_error("a model with trained parameters")

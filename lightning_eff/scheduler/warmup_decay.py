@@ -38,7 +38,7 @@ class WarmupDecay(LRScheduler):
             is a Trainer.
         warmup_steps: Number of steps in which the factor rises linearly to 1, even if the run is shorter. A
             number below 1 is a fraction of the run's steps, rounded up.
-        decay: `cosine`, `linear`, or `none` to stay at 1.
+        decay: `cosine`, `linear`, or `none` for a factor that stays at 1.
         decay_fraction: Fraction of the steps after the warm-up in which the rate falls, at the end of the
             run; until then, the factor stays at 1.
         min_lr_ratio: Factor at the last step and after the last step.
@@ -75,6 +75,7 @@ class WarmupDecay(LRScheduler):
             raise ConfigError(key="warmup_steps", value=warmup_steps, allowed=allowed)
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
+        # Only a fraction of the run depends on its length.
         self._num_warmup_steps = int(warmup_steps)
         if total_steps is not None and warmup_steps < 1:
             self._num_warmup_steps = math.ceil(warmup_steps * total_steps)
@@ -110,6 +111,7 @@ class WarmupDecay(LRScheduler):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]
+        # Not from the checkpoint, so that the rate follows the settings of this run.
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
