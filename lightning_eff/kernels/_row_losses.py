@@ -168,7 +168,7 @@ class RowLoss:
             at: Selects the tile's rows in the tensors of the loss, for example the targets.
             logits: Logits of the tile, which may be overwritten. The returned gradients have the dtype of the
                 products and may use the memory of the logits.
-            grads: Gradients of the values; None to compute values only.
+            grads: Gradients of the values; None to compute only the values.
         """
         raise NotImplementedError
 
@@ -395,7 +395,7 @@ def in_tiles(
     Args:
         projection: The source of the logits.
         loss: The loss to compute from the logits.
-        grads: Gradients of the values; None to compute values only.
+        grads: Gradients of the values; None to compute only the values.
         receivers: Tensors that get gradients: the bias, then the rows and weight of each pair. A tensor that
             needs no gradient is replaced by None. A gradient has the dtype of its tensor.
     """

@@ -126,7 +126,7 @@ class Grid:
         """Return the number of elements of layer outputs that autograd would keep without tiles."""
         # A layer that works in place writes to the memory of the level before it, and autograd keeps that
         # memory once.
-        kept, memory = set[int](), [0]  # level that owns each level's memory
+        kept, memory = set[int](), [0]  # for each level, the level that owns the memory
         for level, layer in enumerate(self.layers):
             memory.append(memory[-1] if layer.is_in_place else level + 1)
             if layer.keeps:
@@ -178,7 +178,8 @@ class Grid:
         return self.num_samples * self.channels[level] * math.prod(self.lengths[level])
 
     def _areas(self, over: Callable[[Iterable[int]], int]) -> list[int]:
-        """Return each level's area: the product over axes of the longest piece, or of the sum of pieces."""
+        """Return each level's area; `over` (`max` or `sum`) combines the lengths of the pieces along an
+        axis."""
         return [
             math.prod(over(end - first for first, end in _at(axis, level)) for axis in self.axes)
             for level in range(len(self.lengths))

@@ -44,7 +44,7 @@ _dropped: set[TileConfig] = set()  # configs that failed to compile
 
 
 def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether our kernels may be used: always with `triton`, as candidates with `auto`.
+    """Return whether our kernels may be used; with `auto`, the kernels are candidates for a measurement.
 
     Raises:
         ValueError: The backend is unknown.

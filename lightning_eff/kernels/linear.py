@@ -256,7 +256,7 @@ def weight_gradient(
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """Return db [N], the sum of dY over T: our kernel sums in the bias' dtype, torch's library in dY's."""
+    """Return db [N], the sum of dY over T; our backend sums in the dtype of the bias."""
     total = grad.sum(0) if backend == "torch" or grad.dtype == dtype else grad.sum(0, dtype=dtype)
     return total if total.dtype == dtype else total.to(dtype)
 
