@@ -112,8 +112,7 @@ class Choices:
                 Path(temporary).unlink(missing_ok=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per shape of this run: the backend, and the ratio or the reason for no
-        measurement."""
+        """Return one row per shape of this run: backend, and ratio or the reason for no measurement."""
         rows: list[dict[str, Any]] = []
         for shape, reason in self.asked.items():
             choice = self.known.get(str(shape))

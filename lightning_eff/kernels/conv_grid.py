@@ -178,8 +178,7 @@ class Grid:
         return self.num_samples * self.channels[level] * math.prod(self.lengths[level])
 
     def _areas(self, over: Callable[[Iterable[int]], int]) -> list[int]:
-        """Return each level's area; `over` (`max` or `sum`) combines the lengths of the pieces along an
-        axis."""
+        """Return each level's area; `over` (`max` or `sum`) combines the pieces' lengths along an axis."""
         return [
             math.prod(over(end - first for first, end in _at(axis, level)) for axis in self.axes)
             for level in range(len(self.lengths))
