@@ -1,7 +1,7 @@
-"""The tiled GEMM and the layer that uses it: tensors only, without Lightning or Hydra.
+"""The tiled GEMM and the linear layer that uses it. Both work on tensors, without Lightning or Hydra.
 
-`dispatch.find` and `dispatch.choose` decide which backend computes a GEMM, and with which tile. The call
-order from a layer's forward pass to the product of two tiles:
+`dispatch.find` and `dispatch.choose` decide which backend computes a GEMM, and with which tile. From a
+layer's forward pass to the product of two tiles, the modules call each other in this order:
 
     linear.py         the layer: its three GEMMs
     matmul.py         gemm, the public function; the torch operator
@@ -12,7 +12,7 @@ order from a layer's forward pass to the product of two tiles:
     gemm_kernels.py   the Triton kernels
     epilogue.py       computes C, bias and activation on a finished tile
 
-They use operands.py (checks of shapes, dtypes, strides), tile_configs.py (the configs that can be launched),
-tiles.py (the cost model that ranks and explains configs), library.py (torch's functions) and devices.py
-(peaks and sizes of GPUs).
+These modules also use operands.py (checks of shapes, dtypes, strides), tile_configs.py (the configs that can
+be launched), tiles.py (the cost model that ranks and explains configs), library.py (torch's functions) and
+devices.py (peaks and sizes of GPUs).
 """

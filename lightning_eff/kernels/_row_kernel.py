@@ -7,24 +7,26 @@ For each row l [V] of scaled logits, with the terms of `_row_losses.py`:
     G_c = (of_p + of_lse * lse) * p_c + of_target * [c = t] - of_all * s / V * w_c
           - of_entropy * p_c * (log p_c + H)
 
-and then the derivative of the scaling. Each program computes one row, left to right, in two passes:
+G is then multiplied by the derivative of the scaling. Each program computes one row, left to right, in two
+passes:
 
               BLOCK   BLOCK   BLOCK
             +-------+-------+----+..+     the tile [r, V]; a row begins every `pitch` elements
     program | l     | l     | l  |  |     1. top, d and u of each of BLOCK lanes, then of all lanes
             +-------+-------+----+..+     2. read l again, write G over it
 
-Where 16-bit products have float32 logits, the gradient has 16 bits, for the products that follow. It is
-written to the front half of its row, so it never overwrites logits that are still to be read:
+If 16-bit operands give float32 logits, the gradient is stored in 16 bits, because the next products need
+16-bit operands. The gradient is written to the front half of the row, so no logit is overwritten before it is
+read:
 
     bytes   0      2 * c  4 * c
             [G ... G     ][l ... l    ]   at column c: G ends at byte 2 * c, unread logits start at 4 * c
 
-Online softmax: each lane keeps the largest logit m that it has seen, and sums relative to m. So a logit costs
-one exponential, and no lane waits for another before the end of the row. `_row_losses.py` calls `compute`.
+Online softmax: each lane keeps its largest logit so far, m, and sums relative to m. So a logit costs one
+exponential, and lanes exchange values only at the end of the row. `_row_losses.py` calls `compute`.
 
-Source: learned from Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), and from
-Liger-Kernel for the gradient in place.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Liger-Kernel, for the
+    gradient that overwrites the logits.
 """
 
 # pyright: basic, reportInvalidTypeForm=false
@@ -42,13 +44,13 @@ from lightning_eff.kernels.epilogue import jit, tl
 MAX_BLOCK = 2048
 """Largest number of columns in a block."""
 COLUMNS_OF_A_WARP = 256
-"""8 columns per thread: with 16, the sums of all options would not stay in registers."""
+"""8 columns per thread, because with 16 the sums of all options would not fit in registers."""
 PITCH = 16
 """Rows start at multiples of this many elements, so that the kernel reads vectors for any V."""
 
 
 def runs_on(logits: Tensor) -> bool:
-    """Return whether the kernel computes these logits: on a GPU with Triton, or in a prediction for one."""
+    """Return whether the kernel supports these logits: on a GPU with Triton, or fake for a predicted GPU."""
     gpu = devices.gpu_of(logits)
     if gpu is None or logits.dtype == torch.float64:
         return False
@@ -63,22 +65,26 @@ def compute(
     """Fill `stats` and, if `factors` are given, write the gradient [r, V] over the logits.
 
     Args:
-        logits: [r, V], each row followed by free memory up to the next one.
-        dtype: Of the gradient: the logits' dtype, or one of 16 bits.
-        target: [r, 1].
-        stats: Largest logit, its p, the target's logit, and the row's sum selected by `sums`, each [r, 1].
-        factors: of_p, of_target, of_lse, of_all and of_entropy, each [r, 1] or None.
-        class_weight: [V], or None.
-        smoothing: s / V.
-        softcap: Of the logits.
-        temperature: Divides the logits, after the soft cap.
-        sums: What to sum: `classes` for s / V * w_c * l_c, `entropy`, or an empty string for nothing.
+        logits: Logits [r, V]. Memory between the end of a row and the next row may be overwritten.
+        dtype: Dtype of the gradient: the dtype of the logits, or a 16-bit dtype.
+        target: Class of each row, [r, 1].
+        stats: Results, each [r, 1]: the largest logit, its p, the target's logit, and the sum that `sums`
+            selects.
+        factors: Factors of the gradient's terms, each [r, 1] or None: of_p, of_target, of_lse, of_all,
+            of_entropy.
+        class_weight: Weight of each class, [V], or None.
+        smoothing: Label smoothing per class, s / V.
+        softcap: Soft cap of the logits, or None.
+        temperature: Divisor of the logits, applied after the soft cap.
+        sums: The sum to compute: `classes` for s / V * w_c * l_c, `entropy` for H, or an empty string for
+            none.
     """
     num_rows, width = logits.shape
-    # The 16-bit view has 2 * pitch columns; its first V lie in the front half of each row.
+    # The 16-bit view has 2 * pitch columns; the first V columns lie in the front half of each row.
     gradient = logits if dtype == logits.dtype else logits.view(dtype)[:, :width]
+    # The kernel reads the factors of consecutive rows at consecutive addresses.
     columns = [None if each is None else each.contiguous() for each in factors]
-    # Triton's ranges have powers of two as lengths: the smallest one that covers V.
+    # The length of a Triton range is a power of two: take the smallest power that covers V.
     block = min(MAX_BLOCK, 1 << (width - 1).bit_length())
     if not is_fake(logits):
         with torch.cuda.device_of(logits):  # Triton launches on the current device
@@ -100,11 +106,12 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
 ):  # fmt: skip
     """Compute one row: its statistics and, if of_p is given, its gradient. `cooling` is 1 / temperature."""
     row = tl.program_id(0)
+    # In 64 bits, because row * pitch may exceed 32 bits.
     logits += row.to(tl.int64) * pitch
     gradient += row.to(tl.int64) * gradient_pitch
     t = tl.load(target + row)
 
-    # Per lane [BLOCK]: largest logit, sums relative to it, the target's logit, the sum over classes.
+    # Per lane [BLOCK]: largest logit, sums relative to that logit, the target's logit, the sum over classes.
     m = tl.full([BLOCK], -float("inf"), tl.float32)
     d = tl.zeros([BLOCK], tl.float32)
     u = tl.zeros([BLOCK], tl.float32)
@@ -119,6 +126,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
             u = tl.where(x > m, u * e + d * e_distance, u + e_distance)
         d = tl.where(x > m, d * e + 1.0, d + e)
         m = tl.maximum(m, x)
+        # At most one lane has the target's column, so the sum over lanes is the target's logit.
         l_t += tl.where(c == t, x, 0.0)
         if SUMS == "classes":
             of_classes += tl.where(c < V, x * (smoothing * _weight(class_weight, c, V)), 0.0)
@@ -130,8 +138,9 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
     total = tl.where(tl.abs(largest) < float("inf"), tl.sum(d * e, 0), float("nan"))
     log_total, inverse, entropy = tl.log(total), 1.0 / total, 0.0
     tl.store(top + row, largest)
+    # The largest logit has p = exp(0) / total.
     tl.store(p_top + row, inverse)
-    # An invalid target has no logit. Its loss is NaN, since a logit of 0 would look like a valid one.
+    # The loss of an invalid target is NaN, because a logit of 0 would look like the logit of a valid class.
     tl.store(at_target + row, tl.where((t >= 0) & (t < V), tl.sum(l_t, 0), float("nan")))
     if SUMS == "entropy":
         entropy = log_total + tl.sum(u * e + d * e_distance, 0) * inverse
@@ -141,6 +150,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
     if of_p is not None:
         factor, factor_t = tl.load(of_p + row), tl.load(of_target + row)
         if of_lse is not None:
+            # lse is the same for all columns, so the z-loss only changes the factor of p_c.
             factor += tl.load(of_lse + row) * (largest + log_total)
         for start in range(0, V, BLOCK):
             c = start + tl.arange(0, BLOCK)
@@ -157,8 +167,8 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
                 tanh = x / (cooling * softcap)
                 g *= 1.0 - tanh * tanh
             g *= cooling
-            # Wait for all warps: a fast one would overwrite logits, of this or an earlier block, that another
-            # warp has yet to read.
+            # Wait for all warps: a fast warp would overwrite logits, of this or an earlier block, that a slow
+            # warp still has to read.
             tl.debug_barrier()
             tl.store(gradient + c, g.to(gradient.dtype.element_ty), mask=c < pitch)
 
@@ -167,7 +177,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
 def _scaled(logits, c, V, pitch, softcap, cooling):
     """Return the scaled logits of columns c [BLOCK] in float32, and -inf beyond V.
 
-    Loads are masked by `pitch`, a multiple of 16 if memory allows; a mask by V would prevent vector loads.
+    Loads are masked by `pitch`, which is usually a multiple of 16. A mask by V would prevent vector loads.
     """
     x = tl.load(logits + c, mask=c < pitch, other=0.0).to(tl.float32)
     if softcap is not None:
@@ -177,9 +187,11 @@ def _scaled(logits, c, V, pitch, softcap, cooling):
 
 @jit
 def _decay(m, x):
-    """Return e = exp(-|m - x|) and e * |m - x|: 1 and 0 for equal infinities, NaN for NaN."""
+    """Return e = exp(-|m - x|) and e * |m - x|; equal infinities give 1 and 0, and NaN gives NaN."""
+    # infinity - infinity would be NaN.
     distance = tl.where(m == x, 0.0, tl.abs(m - x))
     e = tl.exp(-distance)
+    # 0 * infinity would be NaN.
     return e, e * tl.where(e == 0.0, 0.0, distance)
 
 
@@ -191,7 +203,7 @@ def _weight(class_weight, c, V):
 
 @jit
 def _tanh(v):
-    """Return tanh(v), by its series near 0, where the quotient loses digits."""
+    """Return tanh(v); near 0 the quotient loses digits, so the series of tanh is used there."""
     e = tl.exp(-2.0 * tl.abs(v))
     large = (1.0 - e) / (1.0 + e)
     s = v * v

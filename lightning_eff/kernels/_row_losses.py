@@ -4,22 +4,22 @@
     values [R, k], G [R, V] = `RowLoss.of_tile(l)`     G is the gradient of l
     dx [R, D] = G @ W;  dW [V, D] += G.T @ x
 
-cross_entropy.py calls `in_tiles`. A projection with an adapter is a sum of two products, x @ W.T + u @ B.T,
-which are never merged.
+cross_entropy.py calls `in_tiles`. A projection with an adapter is a sum of two products, x @ W.T + u @ B.T.
+The adapter is never merged into W.
 
-Before a loss reads them, logits are scaled: softcap * tanh(l / softcap) / temperature. Then
+Logits are scaled before a loss reads them: softcap * tanh(l / softcap) / temperature. Then
 
     lse = log(sum_c exp(l_c)),  p_c = exp(l_c - lse)
 
-Cross-entropy, with target t, class weights w (1 without), label smoothing s and z-loss z:
+Cross-entropy, with target t, class weights w (1 if none are set), label smoothing s and z-loss z:
 
     loss = w_t * ((1 - s) * (lse - l_t) + z * lse^2) + s / V * sum_c w_c * (lse - l_c)
     dloss / dl_c = A * p_c - (1 - s) * w_t * [c = t] - s / V * w_c
     A = w_t * (1 - s + 2 * z * lse) + s / V * sum_c w_c
 
-A CPU has no 16-bit product with a float32 result, so there logits are rounded to 16 bits. The target's logit
-is then computed again in float32, and used in both the loss and lse. Errors of the other logits average out;
-the target's own would not.
+On a CPU, a product of 16-bit operands has a 16-bit result, so logits are rounded to 16 bits. The target's
+logit is then computed again in float32, and this value is used in both the loss and lse. Rounding errors of
+the other logits average out; an error of the target's logit would not.
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ from lightning_eff.kernels._row_kernel import PITCH
 
 MIB = 1 << 20
 CPU_BUDGET_MIB = 16
-"""Smallest default of `tile_budget_mib` on a CPU, where tiles stay near the caches."""
+"""Smallest default of `tile_budget_mib` on a CPU, where tiles of that size roughly fit in the caches."""
 MIN_TILES = 8
-"""Tiles of a loss on a CPU with the default budget: fewer would save too little with a small vocabulary."""
+"""Fewest tiles on a CPU with the default budget: with a small vocabulary, fewer tiles save too little."""
 MIN_ROWS = 128
-"""Rows of a tile on a CPU with the default budget: smaller products are slow (benchmarks/tiled_loss.py)."""
+"""Fewest rows of a tile on a CPU by default: smaller products are slow (benchmarks/tiled_loss.py)."""
 GPU_SHARE = 64
 """A GPU's default budget is at least 1 / 64 of its memory, rounded down to a power of two."""
 GPU_ROWS = 2048
-"""Rows of a tile on a GPU with the default budget: every tile reads and writes the weight's gradient once."""
+"""Most rows of a tile on a GPU by default; each tile reads and writes the weight's gradient once."""
 MAX_16_BIT_TILES = 16
-"""Limit on the number of tiles, since each tile rounds a 16-bit weight gradient once more."""
+"""Largest number of tiles for 16-bit inputs, since each tile rounds a 16-bit weight gradient once more."""
 PART_BYTES = 1 << 18
-"""Smallest size of the float32 logits that a CPU processes at once within a tile: they stay in its caches."""
+"""Bytes of float32 logits that a CPU processes at once, so that these logits stay in its caches."""
 PART_BYTES_TRAINED = 1 << 20
-"""The same if the weight gets a gradient, which takes more memory than these logits: fewer calls."""
+"""`PART_BYTES` if the weight gets a gradient, which needs more memory than a part; fewer parts save calls."""
 CONVERTED_ROWS = 32
-"""Number of rows converted to float32 at once."""
+"""Number of rows that are converted to float32 at once."""
 MAX_PARTS = 64
 """Largest number of parts of a tile on a CPU."""
 
 Rows = Any
-"""Selects rows: a slice, or indices."""
+"""A slice, or a tensor of indices, that selects rows."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which losses of logits are computed: float32, or float64 for float64."""
+    """Return the dtype in which a loss is computed: float64 for float64 inputs, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A sum of products, in the dtype in which they are multiplied.
+    """An output projection as a sum of products, with operands in the dtype of the products.
 
     Args:
         pairs: Rows [N, D] and weight [V, D] of each product; D may differ between products.
-        bias: [V], or None.
-        index: The rows that have a loss; None for all.
-        tile_rows: Rows of a tile.
+        bias: Bias [V], or None.
+        index: Indices of the rows that have a loss; None for all rows.
+        tile_rows: Number of rows per tile.
         part_bytes: `PART_BYTES`, or `PART_BYTES_TRAINED`.
     """
 
@@ -93,11 +93,11 @@ class Projection:
         x, weight = self.pairs[0]
         num_rows = len(x) if self.index is None else len(self.index)
         is_gpu = devices.gpu_of(x) is not None
-        wide = is_gpu and x.dtype.itemsize == 2  # CUDA can keep its float32 accumulator
+        wide = is_gpu and x.dtype.itemsize == 2  # CUDA can return its float32 accumulator
         options: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
         # One buffer [tile_rows, V] for all tiles; the last tile uses fewer rows of it.
         step, width = max(1, min(self.tile_rows, num_rows)), len(weight)
-        # For the GPU kernel, rows start at multiples of PITCH elements; it masks the columns beyond V.
+        # For the GPU kernel, rows start at multiples of PITCH elements; columns beyond V are masked.
         pitch = -(-width // PITCH) * PITCH if is_gpu else width
         buffer = torch.empty(step, pitch, dtype=torch.float32 if wide else x.dtype, device=x.device)
         for start in range(0, num_rows, step):
@@ -106,31 +106,32 @@ class Projection:
             at = at if self.index is None else self.index[at]
             torch.mm(x[at], weight.T, **options, out=logits)
             for more, low_rank in self.pairs[1:]:
+                # Added in place, so that no second tensor [r, V] exists.
                 add_product(logits, more[at], low_rank.T)
             if self.bias is not None:
                 logits.add_(self.bias)
             yield at, logits
 
     def gradient_of(self, logits: Tensor) -> Tensor:
-        """Return memory for the gradient of logits: their own if they have the dtype of the products."""
+        """Return memory for the gradient: the memory of `logits` if they have the dtype of the products."""
         dtype = self.pairs[0][0].dtype
         return logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
 
     def parts(self, logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-        """Yield views of a tile's rows, and of other tensors: on a CPU, as many rows as stay in its caches.
+        """Yield a tile's logits and other tensors in parts of some rows; a part stays in a CPU's caches.
 
-        For fake tensors, only the first part is yielded: the other parts need the same memory again.
+        Fake tensors yield only the first part, because the other parts reuse the same memory.
         """
         num_rows, width = logits.shape
         # 4 bytes per float32 logit.
         fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
         step = num_rows if devices.gpu_of(logits) is not None else fitting
-        # `split` makes all views of a tensor in one call, since there are many.
+        # There are many views: `split` makes all views of a tensor in one call.
         views = [repeat(None) if each is None else each.split(step) for each in (logits, *others)]
         return islice(zip(*views), 1 if is_fake(logits) else None)  # noqa: B905 - Nones repeat for ever
 
     def columns(self, at: Rows, columns: Tensor) -> Tensor:
-        """Return one logit per row in float32 [r]: the row's entry in `columns`."""
+        """Return one float32 logit per row [r], for the class that `columns` contains for that row."""
         # The target's logit: x_i . W_t + bias_t, a dot product per row instead of a product [r, V].
         exact = torch.zeros(len(columns), device=columns.device)
         for x, weight in self.pairs:
@@ -139,7 +140,7 @@ class Projection:
                 some = slice(start, start + CONVERTED_ROWS)
                 # Converting all rows at once would need float32 copies [r, D] of rows and weight.
                 exact[some] += (rows[some].float() * weight[columns[some]].float()).sum(-1)
-                if is_fake(x):  # the other parts need the same memory again, as in `parts`
+                if is_fake(x):  # the other slices reuse the same memory
                     break
         return exact if self.bias is None else exact + self.bias[columns]
 
@@ -164,17 +165,19 @@ class RowLoss:
 
         Args:
             projection: The source of the logits.
-            at: Selects the tile's rows in the loss's own tensors.
-            logits: May be overwritten; their gradients, in the dtype of the products, may use their memory.
-            grads: Gradients of the values; None to compute values only.
+            at: Selects the tile's rows in the tensors of the loss, for example the targets.
+            logits: Logits of the tile, which may be overwritten. The returned gradients have the dtype of the
+                products and may use the memory of the logits.
+            grads: Gradients of the values; None to compute only the values.
         """
         raise NotImplementedError
 
     def scale(self, logits: Tensor) -> Tensor:
-        """Return scaled logits in float32 or wider, in place if the logits have that dtype."""
+        """Return scaled logits in float32 or float64; logits of that dtype are scaled in place."""
         if logits.dtype.itemsize == 2:
             logits = logits.float()
         if self.softcap is not None:
+            # In place, because a tile of logits is the largest tensor here.
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
@@ -189,7 +192,7 @@ class RowLoss:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CrossEntropy(RowLoss):
-    """Cross-entropy and, if `num_values` is 2, the entropy of the row."""
+    """Cross-entropy of each row and, if `num_values` is 2, also the entropy of each row."""
 
     target: Tensor
     label_smoothing: float = 0.0
@@ -206,8 +209,8 @@ class CrossEntropy(RowLoss):
         smoothing = self.label_smoothing / logits.shape[1]
         of_class: Any = smoothing if weights is None else smoothing * weights
         of_classes: Any = self.label_smoothing if weights is None else of_class.sum()
-        # Columns [r, 1] to be filled: the largest logit, its p, the target's logit, and a sum over classes,
-        # of s / V * w_c * l_c or of -p_c * log p_c.
+        # Columns [r, 1] to be filled: the largest logit, its p, the target's logit, and a sum over classes:
+        # of s / V * w_c * l_c, or of -p_c * log p_c.
         stats = logits.new_empty(4, len(logits), 1, dtype=wide_dtype(logits.dtype)).unbind()
         factors = self._factors(grads, weight, of_classes)
         if _row_kernel.runs_on(logits):
@@ -226,7 +229,7 @@ class CrossEntropy(RowLoss):
         self, projection: Projection, logits: Tensor, gradient: Tensor, target: Tensor,
         stats: Sequence[Tensor], factors: Sequence[Tensor | None], of_class: Any,
     ) -> None:  # fmt: skip
-        """Fill `stats` and, with factors, the logits' gradient; `_row_kernel.py` does this on a GPU."""
+        """Fill `stats` and, if factors are given, `gradient`; `_row_kernel.py` does this on a GPU."""
         for (
             row, row_target, of_p, of_target, of_lse, of_all, of_entropy, row_gradient,
             row_top, row_max, row_at_target, row_sum,
@@ -236,7 +239,7 @@ class CrossEntropy(RowLoss):
             torch.gather(scaled, 1, row_target, out=row_at_target)
             if self.label_smoothing:
                 torch.sum(scaled * of_class, -1, keepdim=True, out=row_sum)
-            # Use the memory of the scaled logits, unless `unscale` needs them.
+            # Reuse the memory of the scaled logits, unless `unscale` still reads the scaled logits.
             p = torch.softmax(scaled, -1, out=scaled if self.softcap is None else None)
             torch.amax(p, -1, keepdim=True, out=row_max)
             surprise = torch.special.entr(p) if self.num_values == 2 else None  # -p * log p
@@ -252,11 +255,11 @@ class CrossEntropy(RowLoss):
             p.scatter_add_(1, row_target, of_target)
             if of_all is not None:
                 p.sub_(of_all * of_class)
-            row_gradient.copy_(self.unscale(p, scaled))  # a no-op if it is the logits' own memory
-            del p, scaled, surprise  # free them before the next part is converted
+            row_gradient.copy_(self.unscale(p, scaled))  # no copy if both are the same memory
+            del p, scaled, surprise  # free memory before the next part is converted
 
     def _factors(self, grads: Tensor | None, weight: Any, of_classes: Any) -> list[Tensor | None]:
-        """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, the entropy's."""
+        """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, and entropy."""
         if grads is None:
             return [None] * 5
         # Columns of `grads`: gradients of the loss, and of the entropy.
@@ -272,15 +275,15 @@ class CrossEntropy(RowLoss):
     ) -> Tensor:  # fmt: skip
         top, p_max, rounded, sums = stats
         exact = rounded
-        # lse - top is -log of the largest probability. A log of a sum of exponentials would lose the loss of
-        # a target that is nearly certain.
+        # lse - top is -log of the largest probability. With a log of a sum of exponentials, the small loss of
+        # a nearly certain target would be rounded off.
         above = -p_max.log()
         if logits.dtype.itemsize == 2:
             exact = self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
-            # If the correction exceeds a nat (logits around 1e3), the other logits have errors as large: keep
-            # both rounded.
+            # If the correction exceeds 1 nat (logits around 1e3), the other logits have equally large errors:
+            # keep the rounded logit.
             exact = torch.where((exact - rounded).abs() <= 1.0, exact, rounded)
-            # lse changes with the corrected target: log(1 + p_t * (exp(exact - rounded) - 1)), where p_t =
+            # With the corrected target, lse grows by log(1 + p_t * (exp(exact - rounded) - 1)), where p_t =
             # exp(rounded - lse).
             above += torch.log1p((rounded - top - above).exp() * torch.expm1(exact - rounded))
         lse = top + above
@@ -296,8 +299,9 @@ class CrossEntropy(RowLoss):
 class Divergence(RowLoss):
     """Generalized Jensen-Shannon divergence of a student s and a teacher t, with m = (1 - beta) s + beta t.
 
-    beta * KL(t, m) + (1 - beta) * KL(s, m), and its limits: KL(t, s) for beta 0, KL(s, t) for beta 1. The
-    gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m), or log(s / t).
+    The divergence is beta * KL(t, m) + (1 - beta) * KL(s, m). Its limits are KL(t, s) for beta = 0 and KL(s,
+    t) for beta = 1. The gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m); for
+    beta = 1, u = log(s / t).
     """
 
     teacher: tuple[Tensor, Tensor]
@@ -343,15 +347,16 @@ class Divergence(RowLoss):
 
 
 def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
-    """Return how many rows of float32 logits fit into the budget.
+    """Return the number of rows whose float32 logits fit into a budget.
 
     Args:
         x: The rows [N, D].
-        width: Columns of the logits.
-        budget_mib: In MiB. None on a CPU: the larger of the bytes of `x` and 16 MiB, but at most an eighth of
-            the rows and at least 128. None on a GPU: also at least a 64th of its memory, rounded down to a
-            power of two (1 GiB of an H100's 79), but at most 2,048 rows. The default uses total, not free,
-            memory: so a prediction knows it, and every step of a run has the same tiles.
+        width: Number of columns of the logits.
+        budget_mib: Budget in MiB. With None on a CPU, the larger of the bytes of `x` and 16 MiB; a tile then
+            has at least 128 rows and at most an eighth of all rows. With None on a GPU, the larger of the
+            bytes of `x` and a 64th of the GPU's memory, rounded down to a power of two (1 GiB of an H100's
+            79); a tile then has at most 2,048 rows. The default depends on the GPU's total memory, not on its
+            free memory. So a prediction knows the default, and all steps of a run have the same tiles.
 
     Example:
         >>> tile_rows_of(torch.zeros(2048, 256), 16000, None)
@@ -370,10 +375,11 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     else:
         fitting = min(max(CPU_BUDGET_MIB * MIB, x.nbytes) // of_row, -(-len(x) // MIN_TILES))
         fitting = max(fitting, MIN_ROWS)
+    # Each tile rounds a 16-bit weight gradient once more, so the number of tiles is limited.
     if x.dtype.itemsize == 2:
         fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
-    # As many tiles as needed, of about equal size; a multiple of 8 rows if that still fits.
-    # ceil(N / number of tiles), where the number of tiles is ceil(N / fitting).
+    # Use the fewest tiles that fit, of about equal size, with a multiple of 8 rows if that still fits. ceil(N
+    # / number of tiles), where the number of tiles is ceil(N / fitting).
     even = -(-len(x) // max(1, -(-len(x) // fitting)))
     return max(1, min(-(-even // 8) * 8, fitting))
 
@@ -384,14 +390,14 @@ def in_tiles(
     grads: Float[Tensor, "n k"] | None = None,
     receivers: Sequence[Tensor | None] = (),
 ) -> tuple[Float[Tensor, "n k"], list[Tensor | None]]:
-    """Return the values of all rows (0 for rows without a loss) and the gradients of the receivers.
+    """Return the values of all rows (0 for rows without a loss), and the gradients of `receivers`.
 
     Args:
         projection: The source of the logits.
-        loss: The loss to compute from them.
-        grads: Gradients of the values; None to compute values only.
-        receivers: The bias, then the rows and weight of each pair; None for one that needs no gradient.
-            Gradients have their receivers' dtypes.
+        loss: The loss to compute from the logits.
+        grads: Gradients of the values; None to compute only the values.
+        receivers: Tensors that get gradients: the bias, then the rows and weight of each pair. A tensor that
+            needs no gradient is replaced by None. A gradient has the dtype of its tensor.
     """
     x = projection.pairs[0][0]
     values = x.new_zeros(len(x), loss.num_values, dtype=wide_dtype(x.dtype))
@@ -402,11 +408,12 @@ def in_tiles(
         if grad is None:
             continue
         if found[0] is not None:
+            # Summed in float32, because a 16-bit sum would be rounded at every row.
             found[0] += grad.sum(0, dtype=values.dtype)
         for (rows, weight), of_rows, of_weight in zip(
             projection.pairs, found[1::2], found[2::2], strict=True
         ):
-            # A slice is a view, which `out` can write to; indexing with a tensor would write to a copy.
+            # A slice gives a view, to which `out` can write; a tensor of indices gives a copy.
             if of_rows is not None and isinstance(at, slice):
                 torch.mm(grad, weight, out=of_rows[at])
             elif of_rows is not None:
@@ -417,12 +424,12 @@ def in_tiles(
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total`, which has their dtype or float32."""
+    """Add `a @ b` to `total`, whose dtype is the dtype of `a` and `b`, or float32."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif devices.gpu_of(total) is not None:  # CUDA adds its float32 accumulator without rounding
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # in slices, each added as soon as it is computed
+    else:  # in slices, so that no second tensor of this size exists
         step = max(1, len(total) // MAX_16_BIT_TILES)
         for start in range(0, len(total), step):
             total[start : start + step] += a[start : start + step] @ b

@@ -1,9 +1,10 @@
-"""Measured choices per GPU: the backend for each shape, and how our kernels compare with torch's library.
+"""Measured choices per GPU: the backend for each shape, and our kernels' speed relative to torch's library.
 
-`dispatch.choices_of` returns them. They are kept in files of the user's cache folder. A file's key is the
-kind of GPU, the versions of torch and Triton, and a hash of the kernels' code; the file is valid for this key
-only. Comments, docstrings and layout do not change the hash. Files in the folder `measured` ship with the
-package and are read first. A damaged or foreign file counts as empty.
+`dispatch.choices_of` returns the choices. Choices are stored as files in the user's cache folder. A file's
+key consists of the GPU model, the versions of torch and Triton, and a hash of the kernels' code. A file is
+valid only for its key. Changes of comments, docstrings or layout do not change the hash. Files in the folder
+`measured` ship with the package and are read first. A damaged file counts as empty, and so does a file with
+another key.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from lightning_eff.kernels.tile_configs import BY_NAME, CONFIGS, Shape, TileConf
 LIBRARY = "torch's library"
 SHIPPED = Path(__file__).with_name("measured")
 SOURCES = ("gemm_kernels.py", "epilogue.py", "launch.py")
-"""Sources that decide the speed of a config, besides its numbers."""
+"""Source files that affect the speed of a config, in addition to its numbers."""
 
 
 class Choice(NamedTuple):
-    """The backend of a shape: `LIBRARY`, or a config by its name."""
+    """The backend that was chosen for a shape: `LIBRARY`, or the name of a config."""
 
     by: str
-    ratio: float  # speed of the fastest config over the library's; 0 if every config was wrong
+    ratio: float  # speed of the fastest config relative to the library; 0 if every result was wrong
 
     @property
     def config(self) -> TileConfig | None:
@@ -43,15 +44,15 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """The choices of one kind of GPU, by the names of shapes.
+    """The choices for one GPU model, by the names of shapes.
 
     Args:
-        device: One of these GPUs.
+        device: A GPU of this model.
     """
 
     def __init__(self, device: torch.device) -> None:
         gpu: Any = torch.cuda.get_device_properties(device)
-        # Choices of other kernels or configs do not apply.
+        # The hash covers kernels and configs: measurements of other kernels or configs do not apply.
         kernels = hashlib.sha256(repr(CONFIGS).encode())
         for source in SOURCES:
             kernels.update(_code(Path(__file__).with_name(source)).encode())
@@ -62,18 +63,20 @@ class Choices:
         name = re.sub(r"[^\w.]+", "-", " ".join(self.key.values())) + ".json"
         self.path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_eff", name)
         self.known: dict[str, Choice] = {}
-        self.asked: dict[Shape, str] = {}  # shapes of this run, and why one was not measured
-        # The user's file is read last, so its measurements replace the shipped ones.
+        self.asked: dict[Shape, str] = {}  # shapes of this run, with the reason if not measured
+        # The user's file is read last, so that its measurements replace the shipped measurements.
         for path in (SHIPPED / name, self.path):
+            # Without a readable file, all shapes are measured.
             with suppress(OSError):
                 self.adopt(path.read_bytes())
 
     def adopt(self, text: str | bytes) -> None:
-        """Add the choices in the text of a file or of rank 0; text with another key adds none."""
+        """Add the choices from the text of a file or of rank 0; a text with another key is ignored."""
         try:
             content = json.loads(text)
             if content["key"] == self.key:
                 read = {shape: Choice(by, float(ratio)) for shape, (by, ratio) in content["choices"].items()}
+                # Ignore configs that this version of the package does not have.
                 self.known |= {shape: each for shape, each in read.items() if each.by in (LIBRARY, *BY_NAME)}
         # Damaged text: shapes are measured again.
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
@@ -84,16 +87,17 @@ class Choices:
         return json.dumps({"key": self.key, "choices": self.known}, indent=1) + "\n"
 
     def add(self, shape: Shape, choice: Choice) -> None:
-        """Keep a choice and write it to the file, which keeps choices that other processes have written.
+        """Store a choice, and write it to the file; choices that other processes have written are kept.
 
         Warns:
             UserWarning: The file cannot be written.
         """
         temporary = None
         try:
+            # Read the file again, because other processes may have added choices.
             with suppress(FileNotFoundError):
                 self.adopt(self.path.read_bytes())
-            self.known[str(shape)] = choice  # after `adopt`, so that it replaces an older choice
+            self.known[str(shape)] = choice  # after `adopt`, so that an older choice is replaced
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -108,7 +112,7 @@ class Choices:
                 Path(temporary).unlink(missing_ok=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per shape of this run: its backend, and the ratio or why there is none."""
+        """Return one row per shape of this run: backend, and ratio or the reason for no measurement."""
         rows: list[dict[str, Any]] = []
         for shape, reason in self.asked.items():
             choice = self.known.get(str(shape))

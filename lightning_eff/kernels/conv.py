@@ -1,23 +1,24 @@
 """Chains of convolutions, pooling and activations in spatial tiles, forward and backward.
 
-`callbacks/tiled_conv` uses this for a model's segments; `tiled` is the public function. A tile of the output
-is computed from the tile of the input that it reads, which is larger by a halo. The backward pass recomputes
-it. So only one tile of the intermediate outputs exists at a time, and the result matches the untiled one up
-to rounding. Padding is added only at the borders of the image.
+`callbacks/tiled_conv` uses this module for the segments of a model; `tiled` is the public function. Each tile
+of the output is computed from a tile of the input, which is larger by a halo. The backward pass computes each
+tile again. So intermediate outputs exist for only one tile at a time, and the result matches the untiled
+result up to rounding. Padding is added only at the borders of the image.
 
     input   |   halo [ tile ] halo   |      conv 3x3, conv 3x3: a halo of 2
     output  |        [ tile ]        |
 
-The forward pass keeps only the input and the weights. The backward pass adds the tiles' gradients into one
-tensor of the input's size, and one per weight. They are returned through the function's own inputs, so hooks,
-DDP, FSDP2 and optimizers in the backward pass get one gradient per weight.
+The forward pass keeps only the input and the weights. The backward pass sums the gradients of all tiles in
+one tensor of the input's size, and in one tensor per weight. The autograd function returns these sums for its
+inputs, so hooks, DDP, FSDP2 and optimizers in the backward pass get one gradient per weight.
 
-Why not slices of x under autograd, each checkpointed: the backward pass of a slice allocates a tensor of
-zeros as large as x, once per tile.
+Why not checkpointed slices of x under autograd: the backward pass of a slice allocates a tensor of zeros as
+large as x, once per tile.
 
-Why 1x1 and patch convolutions use torch's convolution, not a view and a matrix product: torch's needs no more
-memory (benchmarks/tiled_conv.py). On a CPU the product is faster for few outputs and for patches. But it
-copies the patches, and in channels-first memory each sample's weights get a separate gradient.
+Why 1x1 and patch convolutions use torch's convolution, not a view and a matrix product: torch's convolution
+needs no more memory (benchmarks/tiled_conv.py). On a CPU a matrix product is faster for few outputs and for
+patches. But a matrix product copies the patches, and computes one weight gradient per sample in
+channels-first memory.
 """
 
 from __future__ import annotations
@@ -53,20 +54,22 @@ def tiled(
 
     Args:
         segment: An `nn.Sequential`, a layer, or layers in their order.
-        x: One to three spatial axes.
-        tiles: Pieces of each spatial axis of the output, or one number for all axes. None for as many as
-            `budget_mib` needs, with a halo of at most a quarter.
-        budget_mib: MiB for the layers' outputs and two gradients of one tile. None for the larger of 64 and a
-            quarter of `x`, since `x` and two gradients of about its size are held in any case.
+        x: Input with one to three spatial axes.
+        tiles: Number of pieces of each spatial axis of the output, or one number for all axes. With None,
+            `budget_mib` determines the number, and at most a quarter of the outputs is computed more than
+            once.
+        budget_mib: MiB for the layers' outputs and two gradients of one tile. With None, the larger of 64 MiB
+            and a quarter of the size of `x`, because `x` and two gradients of about its size are in memory
+            anyway.
 
     Returns:
         The output of the last layer.
 
     Raises:
         ConfigError: A layer needs more than a window of pixels (statistics, mirrored padding), scatters its
-            input (transposed convolution, upsampling), is of another class, has hooks or a custom forward,
-            or would overwrite `x`; `tiles` or `budget_mib` is not positive, or both are given.
-        ValueError: `x` has a different number of axes than the layers expect, or is too small for them.
+            input (transposed convolution, upsampling), is of an unsupported class, has hooks or a custom
+            forward, or would overwrite `x`; `tiles` or `budget_mib` is not positive, or both are given.
+        ValueError: `x` has another number of axes than the layers expect, or is too small for the layers.
         RuntimeError: A second derivative is requested, or weights have changed before the backward pass.
 
     Example:
@@ -78,6 +81,7 @@ def tiled(
         Traceback (most recent call last):
         lightning_eff.core.errors.ConfigError: segment='InstanceNorm2d': expected local layers: ...
     """
+    # A ModuleList has no forward, so it counts as a list of layers.
     is_module = isinstance(segment, nn.Module) and not isinstance(segment, nn.ModuleList)
     modules: list[nn.Module] = [segment] if is_module else list(segment)  # pyright: ignore[reportArgumentType, reportAssignmentType]
     num_axes = x.dim() - 2
@@ -131,10 +135,10 @@ def apply(grid: Grid, x: Float[Tensor, "b c *space"]) -> Float[Tensor, "b o *out
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors for the backward pass of `_Tiled`; its own result has no elements.
+    """Save tensors for the backward pass of `_Tiled`; the result has no elements.
 
-    A surrounding checkpoint recomputes its block until all saved tensors exist. Here they exist before the
-    first tile, so a block that ends with these layers is recomputed without their tiles.
+    A surrounding checkpoint recomputes its block until all saved tensors exist. `_Save` runs before the first
+    tile, so the recomputation of a block that ends with these layers stops before their tiles.
     """
 
     @staticmethod
@@ -146,6 +150,7 @@ class _Save(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        # `_Tiled` returns the gradients of all tensors.
         return (None,) * len(ctx.needs_input_grad)
 
 
@@ -153,6 +158,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, run: _Run, saved: Tensor, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        # The node of `_Save` holds the tensors, which a surrounding checkpoint can free and restore.
         ctx.run, ctx.saved = run, saved.grad_fn
         return run.forward(x, tensors)
 
@@ -168,7 +174,7 @@ class _Tiled(torch.autograd.Function):
 
 
 class _Run:
-    """A forward pass, and the state that its backward pass needs to recompute a tile.
+    """A forward pass, and the state that the backward pass needs to compute tiles again.
 
     Args:
         grid: The tiles.
@@ -178,8 +184,8 @@ class _Run:
     def __init__(self, grid: Grid, device: torch.device) -> None:
         self._grid, kind = grid, device.type
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        # Casts of weights are not cached: surrounding code would find the casts that have no gradient.
-        # The backward pass runs outside of the caller's autocast, so its state is kept here.
+        # Casts of weights are not cached: surrounding code would reuse these casts, which have no gradient.
+        # The backward pass runs outside of the caller's autocast, so the state of autocast is kept here.
         self._autocast = lambda: torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
         draws = any(layer.draws for layer in grid.layers)
         self._redraw = _redraw(device) if draws else contextlib.nullcontext
@@ -190,15 +196,16 @@ class _Run:
         with torch.no_grad(), self._autocast():
             for tile in self._grid.tiles():
                 part = self._compute(tile, x[tile.source], tensors)
+                # The first tile determines the dtype and the memory format of the output.
                 y = self._empty_output(part) if y is None else y
                 y[tile.target] = part
-                del part  # free it before the next tile is computed
+                del part  # free memory before the next tile is computed
         return y
 
     def backward(
         self, tensors: Sequence[Tensor | None], grad: Tensor, needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of x, the first tensor, and of each weight that needs one."""
+        """Return the gradient of x, which is the first tensor, and of each weight that needs a gradient."""
         x: Any = tensors[0]
         # Detached, so that `torch.autograd.grad` on a tile ends here and calls no hooks of the parameters.
         leaves = [
@@ -223,7 +230,7 @@ class _Run:
         grad: Tensor,
         sums: list[Tensor | None],
     ) -> None:
-        """Recompute a tile, and add the gradients of x and of the leaves to their sums over all tiles."""
+        """Compute a tile again, and add its gradients of x and of the leaves to `sums`."""
         part = x[tile.source].detach().requires_grad_(sums[0] is not None)
         with torch.enable_grad(), self._autocast():
             y = self._compute(tile, part, leaves)
@@ -244,23 +251,25 @@ class _Run:
         first = 0
         for layer, padding in zip(self._grid.layers, tile.padding, strict=True):
             end = first + len(layer.tensors)
-            # `tensors` lists all layers' weights in one row: each layer takes as many as it has.
+            # `tensors` is one flat list of all layers' weights: each layer takes its own number of tensors.
             part, first = layer.compute(part, tensors[first:end], padding), end
         return part
 
     def _empty_output(self, part: Tensor) -> Tensor:
-        """Return the memory of the output, in the memory format of a tile."""
+        """Return an empty output tensor, in the memory format of a tile."""
         shape = (self._grid.num_samples, self._grid.channels[-1], *self._grid.lengths[-1])
         last: Any = {4: torch.channels_last, 5: torch.channels_last_3d}.get(part.dim())
+        # Some shapes are contiguous in both formats: the default format is used for them.
         is_last = last is not None and part.is_contiguous(memory_format=last) and not part.is_contiguous()
         memory_format = last if is_last else torch.contiguous_format
         return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=memory_format)
 
 
 def _redraw(device: torch.device) -> Callable[[], Any]:
-    """Return a context that repeats the random numbers drawn from now on, like torch's checkpoint."""
+    """Return a context manager that restores the present random state, as torch's checkpoint does."""
     cpu = torch.get_rng_state()
     devices, states = get_device_states(torch.empty(0, device=device))
+    # `fork_rng` needs a device type even without devices.
     kind = device.type if devices else "cuda"
 
     @contextlib.contextmanager

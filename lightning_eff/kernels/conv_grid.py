@@ -1,8 +1,8 @@
-"""The grid of tiles of a chain of layers: how many tiles, and which pixels of each layer a tile computes.
+"""The grid of tiles of a chain of layers: the number of tiles, and each tile's pixels in each layer.
 
-Along an axis, a tile's inputs are found from its outputs, layer by layer from the last to the first; what
-lies outside the image is padding and is not computed. Tiles are products of intervals, so areas are products
-of lengths. Samples need no halo, so they are divided first.
+Along each axis, the inputs of a tile follow from its outputs, layer by layer from the last to the first.
+Pixels outside the image are padding and are not computed. Tiles are products of intervals, so areas are
+products of lengths. Samples need no halo, so samples are divided before pixels.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_HALO = 0.25
 MIN_BUDGET_BYTES = 64 << 20
 
 NATIVE_AXES, NATIVE_ELEMENTS = 3, 20480
-"""torch 2.13 computes 3-D convolutions of one sample on a CPU about ten times slower where channels x depth x
-height is at most this."""
+"""On a CPU, torch 2.13 computes a 3-D convolution of one sample about ten times slower if channels x depth x
+height is at most `NATIVE_ELEMENTS`."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Tile:
     """A tile.
 
     Args:
-        source: Its index in the input.
-        target: Its index in the output.
-        padding: For each layer: padding at both ends of each spatial axis.
+        source: Index of the tile in the input.
+        target: Index of the tile in the output.
+        padding: For each layer, the padding at both ends of each spatial axis.
     """
 
     source: tuple[slice, ...]
@@ -44,14 +44,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Grid:
-    """Layers, the sizes between them, and tiles. Level 0 is the input, level n the output of the nth layer.
+    """Layers, sizes of inputs and outputs, and tiles. Level 0 is the input, level n the nth layer's output.
 
     Args:
         layers: The layers in order.
-        num_samples: Samples of the input.
-        channels: Of each level.
+        num_samples: Number of samples of the input.
+        channels: Number of channels of each level.
         lengths: Spatial sizes of each level.
-        pieces: Number of pieces of the samples, and of each spatial axis.
+        pieces: Number of pieces into which the samples, and each spatial axis, are divided.
     """
 
     layers: tuple[LocalLayer, ...]
@@ -62,17 +62,17 @@ class Grid:
 
     @classmethod
     def of(cls, layers: Sequence[LocalLayer], x: Tensor, pieces: tuple[int, ...] | None = None) -> Grid:
-        """Return the grid for an input [samples, channels, *space]; None for one tile.
+        """Return the grid for an input [samples, channels, *space]; `pieces=None` gives a grid of one tile.
 
         Raises:
-            ValueError: A layer takes another number of axes, or has no output.
+            ValueError: A layer expects another number of axes, or the output of a layer would be empty.
         """
         lengths, channels = [tuple(x.shape[2:])], [x.shape[1]]
         for layer in layers:
             if layer.windows and len(layer.windows) != x.dim() - 2:
                 axes = len(layer.windows)
                 raise ValueError(f"x {list(x.shape)}: expected [samples, channels] and {axes} spatial axes")
-            # Each layer's output is the next one's input.
+            # Each layer's output is the input of the next layer.
             lengths.append(tuple(layer.window(axis).size(n) for axis, n in enumerate(lengths[-1])))
             channels.append(layer.channels or channels[-1])
         if not all(size > 0 for sizes in lengths for size in sizes):
@@ -81,12 +81,12 @@ class Grid:
 
     @functools.cached_property
     def samples(self) -> list[Interval]:
-        """The intervals of the samples."""
+        """The interval of samples in each piece."""
         return _split(self.num_samples, self.pieces[0])
 
     @functools.cached_property
     def axes(self) -> list[list[list[Interval]]]:
-        """For each spatial axis and piece: its interval on each level."""
+        """For each spatial axis and piece, the interval on each level."""
         return [
             [self._levels(axis, interval) for interval in _split(length, self.pieces[axis + 1])]
             for axis, length in enumerate(self.lengths[-1])
@@ -94,7 +94,7 @@ class Grid:
 
     def _levels(self, axis: int, outputs: Interval) -> list[Interval]:
         levels = [outputs]
-        # From the last layer to the first: each reads the inputs that the next one needs.
+        # From the last layer to the first: a layer has to compute the interval that the next layer reads.
         for layer, lengths in zip(self.layers[::-1], self.lengths[-2::-1], strict=True):
             levels.append(layer.window(axis).read(levels[-1], lengths[axis])[0])
         return levels[::-1]
@@ -123,10 +123,10 @@ class Grid:
         return math.prod(map(len, (self.samples, *self.axes)))
 
     def kept_elements(self) -> int:
-        """Return the number of elements between the layers that autograd would keep without tiles."""
-        # A level whose layer works in place has the memory of the level before it, which autograd keeps only
-        # once.
-        kept, memory = set[int](), [0]  # level that owns each level's memory
+        """Return the number of elements of layer outputs that autograd would keep without tiles."""
+        # A layer that works in place writes to the memory of the level before it, and autograd keeps that
+        # memory once.
+        kept, memory = set[int](), [0]  # for each level, the level that owns the memory
         for level, layer in enumerate(self.layers):
             memory.append(memory[-1] if layer.is_in_place else level + 1)
             if layer.keeps:
@@ -135,17 +135,18 @@ class Grid:
         return sum(self._elements(level) for level in kept - {0, memory[-1]})
 
     def tile_elements(self) -> int:
-        """Return the elements of the largest tile: all layer outputs, and two gradients."""
+        """Return the number of elements of the largest tile: all layer outputs, and two gradients."""
         samples = max(end - first for first, end in self.samples)
         sizes = zip(self.channels, self._areas(max), strict=True)
         outputs = [samples * channels * area for channels, area in sizes][1:]
+        # The backward pass of a layer holds the gradients of its output and of its input.
         return sum(outputs) + 2 * max(outputs)
 
     def saved_elements(self, *, is_input_trained: bool) -> int:
         """Return how many fewer elements the backward pass holds than without tiles.
 
-        Without tiles, its peak is the kept elements plus the largest gradient between the layers. With tiles,
-        the gradient of the input exists from the start.
+        Without tiles, the peak of the backward pass is the kept elements plus the largest gradient between
+        layers. With tiles, the gradient of the input exists from the start.
         """
         largest = max(map(self._elements, range(1, len(self.layers))), default=0)
         plain = self.kept_elements() + largest
@@ -159,7 +160,7 @@ class Grid:
         return again / sum(channels * math.prod(lengths) for channels, _, lengths in levels)
 
     def is_native(self) -> bool:
-        """Return whether torch would compute a tile without oneDNN, but the whole image with it."""
+        """Return whether torch would compute a tile without oneDNN, but the whole image with oneDNN."""
         samples = min(end - first for first, end in self.samples)
         if len(self.axes) != NATIVE_AXES or samples > 1:
             return False
@@ -167,7 +168,7 @@ class Grid:
             depth, height = (min(end - first for first, end in _at(axis, level)) for axis in self.axes[:2])
             tile = self.channels[level] * depth * height
             image = self.channels[level] * math.prod(self.lengths[level][:2])
-            # The limit applies to one sample only: more samples always take the fast path.
+            # The limit applies only to batches of one sample: larger batches always take the fast path.
             is_fast = self.num_samples > 1 or image > NATIVE_ELEMENTS
             if layer.windows and is_fast and tile <= NATIVE_ELEMENTS:
                 return True
@@ -177,7 +178,7 @@ class Grid:
         return self.num_samples * self.channels[level] * math.prod(self.lengths[level])
 
     def _areas(self, over: Callable[[Iterable[int]], int]) -> list[int]:
-        """Return each level's area: a product over axes, of the largest piece or of the sum of pieces."""
+        """Return each level's area; `over` (`max` or `sum`) combines the pieces' lengths along an axis."""
         return [
             math.prod(over(end - first for first, end in _at(axis, level)) for axis in self.axes)
             for level in range(len(self.lengths))
@@ -194,8 +195,9 @@ def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | N
     Args:
         layers: The layers in order.
         x: The input.
-        budget_bytes: Bytes of the layers' outputs and two gradients on one tile; None for the larger of 64
-            MiB and a quarter of `x`, which is held with two gradients of about its size anyway.
+        budget_bytes: Bytes for the layers' outputs and two gradients of one tile. With None, the larger of 64
+            MiB and a quarter of the size of `x`, because `x` and two gradients of about its size are in
+            memory anyway.
 
     Raises:
         ValueError: `x` does not fit the layers.
@@ -204,9 +206,11 @@ def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | N
     budget_elements, is_cpu = budget_bytes / computed_itemsize(x), x.device.type == "cpu"
     chosen = grid = Grid.of(layers, x)
     while grid is not None and (excess := grid.tile_elements() / budget_elements) > 1:
-        # Greedy: the first finer grid within the limit. Cuts of samples come first: they have no halo.
+        # Greedy: take the first finer grid within the halo limit. Cuts of samples add no halo, so they come
+        # first.
         finer = (each for each in _finer(grid, excess) if each.halo() <= MAX_HALO)
         grid = next((each for each in finer if not (is_cpu and each.is_native())), None)
+        # If no finer grid is within the limits, the last grid exceeds the budget.
         chosen = grid or chosen
     return chosen
 
@@ -219,20 +223,22 @@ def computed_itemsize(x: Tensor) -> int:
 
 
 def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
-    """Yield grids with one more cut: of samples, then of the longest pieces, of the last axis first."""
+    """Yield finer grids: first with more cuts of the samples, then with one more cut of an axis."""
     samples, *pieces = grid.pieces
     if samples < grid.num_samples:
-        # The size is proportional to the samples per tile, so jump to the number of cuts that would fit.
+        # A tile's size is proportional to its samples, so jump to the number of cuts that would fit.
         more = min(grid.num_samples, max(samples + 1, int(samples * excess)))
         yield replace(grid, pieces=(more, *pieces))
     lengths = grid.lengths[-1]
+    # The longest pieces first, because a cut adds the smallest share of halo there; the last axis breaks
+    # ties.
     for axis in sorted(range(len(pieces)), key=lambda axis: (-(lengths[axis] // pieces[axis]), -axis)):
         if pieces[axis] < lengths[axis]:
             yield replace(grid, pieces=(samples, *pieces[:axis], pieces[axis] + 1, *pieces[axis + 1 :]))
 
 
 def _split(length: int, pieces: int) -> list[Interval]:
-    """Split a length into intervals of equal length; the last may be shorter."""
+    """Split a length into intervals of equal length; the last interval may be shorter."""
     # ceil(length / pieces); rounding up may leave fewer intervals than pieces.
     size = -(-length // pieces)
     return [(first, min(first + size, length)) for first in range(0, length, size)]

@@ -1,15 +1,17 @@
-"""Layers whose output at a pixel depends on a window of pixels, read from torch modules for conv.py.
+"""Describe torch's layers whose output at a pixel depends on a window of input pixels, for conv.py.
 
 Along each spatial axis, output `o` reads the inputs
 
     o * stride - low + tap * dilation        for 0 <= tap < kernel
 
-Inputs below 0 and beyond the image are padding. A module whose output is not such a window, or whose border
-is not constant, is not read: it ends a segment, and torch computes it for the whole image.
+Inputs below 0 and beyond the image are padding. A module whose output depends on inputs outside such a
+window, or whose padding is not constant, is not supported. Such a module ends a segment, and torch computes
+the module for the whole image.
 
 A module's sizes, flags and weights are read at each call. Only torch's own classes are supported, by exact
-type, since a subclass, a parametrization or an adapter may compute anything. Layer normalization is the
-exception, since torch has none over channels: a subclass of it is tested numerically.
+type, since a subclass, a parametrization or an adapter may compute anything. Layer normalization over
+channels is the exception, since torch has no class for that layer: a subclass of `nn.LayerNorm` is tested
+numerically.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ AVG_POOLS: dict[type, Any] = {
     nn.AvgPool1d: F.avg_pool1d, nn.AvgPool2d: F.avg_pool2d, nn.AvgPool3d: F.avg_pool3d
 }  # fmt: skip
 KEEPS_RESULT = (nn.ReLU, nn.Sigmoid, nn.Tanh)
-"""Activations whose backward pass needs their result instead of their input."""
+"""Activations whose backward pass needs the result instead of the input."""
 ACTIVATIONS = (
     *(*KEEPS_RESULT, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
     *(nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid),
@@ -51,13 +53,13 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class Window:
-    """The window of a layer along one axis; by default a pointwise layer's.
+    """The window of a layer along one axis; the defaults describe a pointwise layer.
 
     Args:
         kernel: Number of taps.
         stride: Distance between the windows of neighbouring outputs, in inputs.
-        dilation: Inputs from one tap to the next.
-        low: Padding before the first input; less than `span`, so that every window has an input.
+        dilation: Distance between neighbouring taps, in inputs.
+        low: Padding before the first input; less than `span`, so that every window contains an input.
         high: Padding after the last input; less than `span`.
     """
 
@@ -69,11 +71,11 @@ class Window:
 
     @property
     def span(self) -> int:
-        """Return the number of inputs from the first tap to the last."""
+        """Return the number of inputs from the first tap to the last, both included."""
         return self.dilation * (self.kernel - 1) + 1
 
     def size(self, length: int) -> int:
-        """Return the number of outputs; 0 or less where the input is too short.
+        """Return the number of outputs for a number of inputs; 0 or less if the input is too short.
 
         Example:
             >>> Window(kernel=3, stride=2, low=1, high=1).size(8)
@@ -82,13 +84,13 @@ class Window:
         return (length + self.low + self.high - self.span) // self.stride + 1
 
     def read(self, wanted: Interval, length: int) -> tuple[Interval, Interval]:
-        """Return the inputs that outputs read on an axis of `length` pixels, and the padding at both ends.
+        """Return the interval of inputs that the outputs `wanted` read, and the padding at both ends.
 
         Example:
             >>> Window(kernel=3, low=1, high=1).read((0, 4), 8)
             ((0, 5), (1, 0))
         """
-        # Output i reads the inputs from i * stride - low, over `span` pixels.
+        # Output i reads `span` pixels, starting at input i * stride - low.
         first = wanted[0] * self.stride - self.low
         end = (wanted[1] - 1) * self.stride - self.low + self.span
         # Inputs outside of the image are padding.
@@ -98,16 +100,16 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """A layer in the form that computes one tile.
+    """A layer in a form that can compute one tile.
 
     Args:
-        compute: Takes a tile of the input, the tensors, and the padding at both ends of each axis.
-        windows: One per spatial axis; empty for a pointwise layer of any number of axes.
-        channels: Of its output; None if the same as its input's.
+        compute: Function of a tile of the input, the tensors, and the padding at both ends of each axis.
+        windows: One window per spatial axis; empty for a pointwise layer, which takes any number of axes.
+        channels: Number of channels of the output; None if the input has as many.
         tensors: Weights and similar tensors that may need a gradient.
-        keeps: What autograd keeps for its backward pass: `input`, `result` or nothing.
-        is_in_place: Whether it overwrites its input.
-        draws: Whether it draws random numbers.
+        keeps: The tensor that autograd keeps for the backward pass: `input`, `result`, or empty for none.
+        is_in_place: Whether the layer overwrites its input.
+        draws: Whether the layer draws random numbers.
     """
 
     compute: Compute
@@ -124,7 +126,7 @@ class LocalLayer:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether a module only passes its input through its children, one after another.
+    """Return whether a module is a plain `nn.Sequential`, which passes its input through its children.
 
     Example:
         >>> is_container(nn.Sequential(nn.ReLU())), is_container(nn.ModuleList())
@@ -152,12 +154,12 @@ def has_windows(module: nn.Module) -> bool:
 def read_module(
     module: nn.Module, num_axes: int, replaced_by: type = NoneType
 ) -> tuple[LocalLayer, ...] | str:
-    """Return the local layers of a module and its containers, or why torch has to compute the whole image.
+    """Return the local layers of a module, or the reason why torch has to compute the whole image.
 
     Args:
         module: A layer, or a container of layers.
-        num_axes: Spatial axes of its input.
-        replaced_by: Class whose forward may replace a container's.
+        num_axes: Number of spatial axes of the input.
+        replaced_by: Class of an object that may replace the `forward` of a module.
 
     Example:
         >>> read_module(nn.InstanceNorm2d(4), 2)
@@ -166,9 +168,9 @@ def read_module(
     name = type(module).__name__
     if any(is_foreign(hook) for kind in MODULE_HOOKS for hook in vars(module)[kind].values()):
         return f"{name} has hooks, which would not run"
-    # A replaced forward is an attribute of the instance; `callbacks/tiled_conv` sets one itself.
+    # A replaced forward is an attribute of the instance; `callbacks/tiled_conv` sets such an attribute.
     is_replaced = not isinstance(vars(module).get("forward"), (replaced_by, NoneType))
-    # `_conv_forward` is private to torch's convolutions (2.13); some replace it to pad in another way.
+    # `_conv_forward` is private to torch's convolutions (2.13); some libraries replace it for other padding.
     if is_replaced or "_conv_forward" in vars(module):
         return f"the forward of {name} is replaced already"
     if is_container(module):
@@ -179,6 +181,7 @@ def read_module(
                 return found
             layers += found
         return tuple(layers)
+    # Sharded weights are gathered around the module's own forward, which tiles do not call.
     weights = module.parameters(recurse=False)
     if any(isinstance(weight, DTensor) or weight.shape != full_shape(weight) for weight in weights):
         return f"the weights of {name} are sharded"
@@ -187,9 +190,9 @@ def read_module(
 
 
 def overwrites_input(layers: Sequence[LocalLayer]) -> bool:
-    """Return whether the segment's input is overwritten by its first layer that computes anything.
+    """Return whether the first layer of a segment that computes anything overwrites the segment's input.
 
-    If so, the next tile would read its halo from overwritten memory.
+    In that case, the next tile would read its halo from overwritten memory.
     """
     first = next((each for each in layers if each.is_in_place or each.draws or each.keeps), None)
     return first is not None and first.is_in_place
@@ -207,6 +210,7 @@ def _read_layer(module: nn.Module, num_axes: int) -> LocalLayer | str:
 
 
 def _convolution(module: Any) -> LocalLayer | str:
+    # Mirrored and repeated pixels may belong to another tile.
     if module.padding_mode != "zeros":
         return f"{type(module).__name__} pads with padding_mode={module.padding_mode!r}"
     function, num_axes, groups = CONVOLUTIONS[type(module)], len(module.kernel_size), module.groups
@@ -214,13 +218,13 @@ def _convolution(module: Any) -> LocalLayer | str:
         _tuple(each, num_axes) for each in (module.kernel_size, module.stride, module.dilation)
     )
     if module.padding == "same":
-        # `same` adds span - 1 pixels in all; an odd one goes to the high end, as in torch.
+        # `same` adds span - 1 pixels in total; an odd pixel goes to the high end, as in torch.
         both = [step * (taps - 1) for taps, step in zip(kernel, dilation, strict=True)]
         low, high = [each // 2 for each in both], [each - each // 2 for each in both]
     else:
         low = high = _tuple(0 if module.padding == "valid" else module.padding, num_axes)
     windows = tuple(map(Window, kernel, stride, dilation, low, high))
-    # Such an output reads no input pixel, so no interval of the input belongs to it.
+    # An output whose window lies in the padding has no interval of the input.
     if any(max(window.low, window.high) >= window.span for window in windows):
         return f"{type(module).__name__} has outputs of padding alone (padding={module.padding})"
 
@@ -247,7 +251,7 @@ def _pool(module: Any) -> LocalLayer | str:
         return f"{name} with count_include_pad=False divides by another number at the border"
     divisor = getattr(module, "divisor_override", None)
     options: Any = {"dilation": dilation} if is_max else {"divisor_override": divisor} if divisor else {}
-    # Padding must never be the maximum; in an average it counts as 0.
+    # In a maximum, padding must never win; in an average, padding counts as 0.
     value = -torch.inf if is_max else 0.0
 
     def compute(x: Tensor, _: Sequence[Any], padding: Sequence[Interval]) -> Tensor:
@@ -258,9 +262,9 @@ def _pool(module: Any) -> LocalLayer | str:
 
 
 def _padded(x: Tensor, padding: Sequence[Interval], value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """Pad a tile at the border of the image; return it with the padding that the layer itself adds.
+    """Pad a tile at the border of the image; return the padded tile, and the padding that the layer adds.
 
-    The layer adds padding that is equal at both ends of an axis, because it makes no copy for it.
+    Padding that is equal at both ends of an axis is left to the layer, which pads without a copy.
     """
     own = [low if low == high else 0 for low, high in padding]
     around: list[int] = []
@@ -270,7 +274,7 @@ def _padded(x: Tensor, padding: Sequence[Interval], value: float = 0.0) -> tuple
 
 
 def _activation(module: Any) -> LocalLayer:
-    at_call = copy.copy(module)  # its slope, for example, may change before the backward pass
+    at_call = copy.copy(module)  # the module's slope, for example, may change before the backward pass
     return LocalLayer(
         lambda x, *_: at_call(x),
         keeps="result" if isinstance(module, KEEPS_RESULT) else "input",
@@ -291,11 +295,11 @@ def _dropout(module: Any) -> LocalLayer:
 
 
 def _batch_norm(module: Any) -> LocalLayer | str:
-    """Read batch normalization in evaluation mode: one product and one sum per channel."""
+    """Return batch normalization in evaluation mode as one product and one sum per channel."""
     if module.training or module.running_mean is None:
         unless = "in evaluation mode" + " with running statistics" * (module.running_mean is None)
         return f"{type(module).__name__} needs statistics of all pixels ({unless} it does not)"
-    # New tensors: a training forward changes the statistics without a version for the backward pass to check.
+    # Copies: a forward pass in training mode changes the statistics, unnoticed by the backward pass.
     dtype = torch.promote_types(module.running_mean.dtype, torch.float32)
     mean = module.running_mean.to(dtype, copy=True)
     inverse_std = torch.rsqrt(module.running_var.to(dtype) + module.eps)
@@ -313,11 +317,13 @@ def _batch_norm(module: Any) -> LocalLayer | str:
 
 
 def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
-    """Read a class derived from `nn.LayerNorm` if it normalizes the channels of each pixel.
+    """Return a subclass of `nn.LayerNorm` as a layer, if the subclass normalizes over channels.
 
-    A copy with test weights is compared with the formula on an image [2, channels, *space] in float64.
+    A copy of the module with test weights is compared with the formula, on an image [2, channels, *space] in
+    float64.
     """
     refusal = f"{type(module).__name__} is not known to normalize over the channels of a pixel"
+    # Children and buffers may change what a subclass computes.
     if len(module.normalized_shape) != 1 or [*module.children(), *module.buffers()]:
         return refusal
     (channels,), eps = module.normalized_shape, module.eps
@@ -348,11 +354,12 @@ def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
 
 
 def _over_channels(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    # `layer_norm` normalizes over last axes: [b, c, *space] becomes [b, *space, c], and back.
     return F.layer_norm(x.movedim(1, -1), x.shape[1:2], weight, bias, eps).movedim(-1, 1)
 
 
 def _tuple(value: Any, length: int) -> tuple[int, ...]:
-    """Return a size per axis; a module changed after its construction may have one number for all axes."""
+    """Return one size per axis; a module that was changed later may hold one number for all axes."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,) * length
 
 
@@ -365,4 +372,4 @@ READERS: dict[type, Callable[[Any], LocalLayer | str]] = {
     nn.Dropout: _dropout,
     nn.Identity: lambda _: LocalLayer(lambda x, *_: x, keeps=""),
 }
-"""The reader of each class of layers."""
+"""The function that reads the layers of each class."""

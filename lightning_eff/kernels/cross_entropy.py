@@ -1,22 +1,24 @@
-"""Cross-entropy, log-probabilities and distillation of an output projection, without its logits.
+"""Cross-entropy, log-probabilities and distillation losses of an output projection, without all its logits.
 
 The logits [N, V] of a language model are often the largest tensor of a step, and their gradient is as large.
-Here they exist for a few rows at a time. `_row_losses.py` makes the tiles, the losses, and the gradients of
-x, weight and bias; on a GPU, `_row_kernel.py` does the work on the logits themselves. The autograd function
-has two modes:
+Here logits exist for only a few rows at a time. `_row_losses.py` computes the tiles, the losses, and the
+gradients of x, weight and bias. On a GPU, the Triton kernel in `_row_kernel.py` computes the losses of a tile
+and the gradients of its logits. The autograd function has two modes:
 
-*In forward* (a scalar, whose gradient is known up to a factor): the three GEMMs run in the forward pass, and
-the backward pass multiplies by the factor. *In backward* (values per row; float16, whose gradients would
-underflow without the loss scale; a checkpointed block, which would compute them twice): the forward pass
-keeps only its inputs, and the backward pass computes the logits again, which is a fourth GEMM.
+*In forward*: all three GEMMs run in the forward pass, and the backward pass multiplies the gradients by a
+factor. This mode is for a scalar loss, because its gradients are known up to that factor. *In backward*: the
+forward pass keeps only its inputs, and the backward pass computes the logits again, which is a fourth GEMM.
+This mode is for one value per row, for float16 (gradients would underflow without the loss scale), and for
+checkpointed blocks (gradients would be computed twice).
 
-Gradients are returned through the function's own inputs, so hooks, DDP, FSDP2, tied weights and optimizers in
+The autograd function returns gradients for its inputs, so hooks, DDP, FSDP2, tied weights and optimizers in
 the backward pass see one gradient per weight. `callbacks/tiled_loss` calls this module.
 
 Why not torch's `F.linear_cross_entropy` (2.13): it ignores autocast, its float16 gradients underflow, it has
-no softcap, z-loss or adapters, and it returns a 16-bit loss. In bfloat16 torch's loss has an error of 8e-3,
-this one 1e-7. With torch's fastest options on a CPU, this one takes at most 5 % longer (small losses with a
-frozen weight: 20 %, in bfloat16 37 %) and at most 1 % more memory (docs/benchmarks/tiles.md).
+no softcap, z-loss or adapters, and it returns a 16-bit loss. In bfloat16 the error of torch's loss is 8e-3,
+and the error of this loss is 1e-7. Compared with torch's fastest options on a CPU, this loss takes at most
+5 % longer and at most 1 % more memory. For small losses with a frozen weight, this loss takes 20 % longer,
+and in bfloat16 37 % (docs/benchmarks/tiles.md).
 Why not an inner `backward()` per tile: hooks would fire once per tile, and DDP rejects the second call.
 Why not a checkpoint per tile: autograd adds each tile's dW [V, D] to the previous sum, which takes twice the
 memory.
@@ -86,31 +88,34 @@ def linear_cross_entropy(
 
     Args:
         x: Hidden states, `d` features last.
-        weight: Of the output projection, as `nn.Linear` stores it.
+        weight: Weight of the output projection, as `nn.Linear` stores it.
         target: Class of each row; rows with `ignore_index` have no loss and are skipped.
         bias: One value per class, or None.
         ignore_index: Target value of rows without a loss.
         label_smoothing: Fraction of the loss that is spread over all classes, 0 to 1.
-        z_loss: Factor of the square of the log of the sum of exponentials.
-        softcap: Logits become `softcap * tanh(logits / softcap)`; None for none.
-        temperature: Divides the logits, after `softcap`.
-        class_weight: Factor of each class, as `weight` of `F.cross_entropy`.
-        reduction: `mean` over the targets' weights, `sum`, or `none`.
-        tile_budget_mib: Memory for float32 logits in MiB. None on a CPU: the larger of `x` and 16 MiB, but at
-            most an eighth of all rows and at least 128. None on a GPU: the larger of `x` and a 64th of its
-            memory, rounded down to a power of two, but at most 2,048 rows. A GPU without Triton needs up to
-            three times as much. 16-bit inputs are computed in at most 16 tiles.
-        low_rank: An adapter of the projection: rows [*batch, r] and weight [v, r], whose product is added.
+        z_loss: Factor of the z-loss, which is the squared logsumexp of the logits.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.
+        temperature: Divisor of the logits, applied after `softcap`.
+        class_weight: Weight of each class, like `weight` of `F.cross_entropy`.
+        reduction: `mean` (divides by the sum of the targets' weights), `sum`, or `none`.
+        tile_budget_mib: Memory for float32 logits in MiB. With None on a CPU, the larger of the bytes of `x`
+            and 16 MiB; a tile then has at least 128 rows and at most an eighth of all rows. With None on a
+            GPU, the larger of the bytes of `x` and a 64th of the GPU's memory, rounded down to a power of
+            two; a tile then has at most 2,048 rows. A GPU without Triton needs up to three times as much
+            memory. 16-bit inputs are computed in at most 16 tiles.
+        low_rank: An adapter of the projection: rows [*batch, r] and weight [v, r], whose product is added to
+            the logits.
 
     Returns:
-        Nats in float32 (float64 for float64 inputs): a scalar, or with `none` one value per target, 0 for
-        ignored targets. The mean over no targets is NaN, with gradients of 0, as in torch.
+        The loss in nats, in float32 (float64 for float64 inputs). The reduction `none` gives one value per
+        target, 0 for ignored targets; other reductions give a scalar. As in torch, the mean over no targets
+        is NaN and has gradients of 0.
 
     Raises:
-        ConfigError: A number or name is out of range.
+        ConfigError: A number is out of range, or the reduction is unknown.
         ValueError: Shapes do not fit.
         TypeError: Dtypes do not fit.
-        RuntimeError: A target is not a class. On a GPU the loss is NaN instead.
+        RuntimeError: A target is not the index of a class. On a GPU the loss is NaN instead.
 
     Example:
         >>> x, weight, target = torch.eye(3), torch.eye(3), torch.tensor([0, 1, -100])
@@ -135,22 +140,24 @@ def linear_cross_entropy(
         target=flat_target, label_smoothing=float(label_smoothing), z_loss=float(z_loss), softcap=softcap,
         temperature=float(temperature), class_weight=weights,
     )  # fmt: skip
-    # Ignored rows are never computed: `index` selects the others. Its size depends on values, which waits for
-    # a GPU.
+    # Ignored rows are never computed: `index` selects the other rows. The size of `index` depends on values,
+    # so the CPU waits for the GPU.
     kept = flat_target != ignore_index
     index = None if bool(kept.all()) else kept.nonzero().squeeze(1)
     pairs = _pairs(rows, weight, low_rank, dtype)
     tile_rows = tile_rows_of(pairs[0], len(weight), tile_budget_mib)
     if reduction == "none":
         return _apply(Plan(loss, dtype, tile_rows, index), bias, *pairs).view(target.shape)
-    # loss = factor * sum of the rows' losses. The mean divides by the weights of the targets, w_t, not by N.
+    # loss = factor * sum of the rows' losses. The mean divides by the sum of the targets' weights w_t, not by
+    # N.
     factor = torch.ones((), dtype=wide, device=x.device)
     if reduction == "mean":
         targets = flat_target if index is None else flat_target[index]
         factor /= len(targets) if weights is None else weights[targets].sum()
     if _may_form_gradients(dtype):
         return _apply(Plan(loss, dtype, tile_rows, index, factor), bias, *pairs)
-    # Gradients in the backward pass, which then has the loss scale: one value per row, summed outside.
+    # Gradients are computed in the backward pass, so that they include the loss scale: one value per row is
+    # returned, and the values are summed here.
     return _apply(Plan(loss, dtype, tile_rows, index), bias, *pairs).sum() * factor
 
 
@@ -185,25 +192,25 @@ def token_logprobs(
     """Return the log-probability of each target, for preference and policy losses.
 
     Args:
-        x: As in `linear_cross_entropy`, like everything not described here.
-        weight: Of the output projection.
-        target: Each must be a class. There is no ignored index; select rows first.
+        x: Hidden states, `d` features last.
+        weight: Weight of the output projection, as `nn.Linear` stores it.
+        target: Class of each row. There is no ignored index; select rows first.
         bias: One value per class, or None.
-        temperature: Divides the logits, after `softcap`.
-        softcap: Logits become `softcap * tanh(logits / softcap)`.
-        with_entropy: Return the entropy of each row too, with its gradient.
-        tile_budget_mib: Memory for float32 logits in MiB.
-        low_rank: An adapter of the projection.
+        temperature: Divisor of the logits, applied after `softcap`.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.
+        with_entropy: Also return the entropy of each row, which is differentiable.
+        tile_budget_mib: Memory for float32 logits in MiB; None as in `linear_cross_entropy`.
+        low_rank: An adapter of the projection, as in `linear_cross_entropy`.
 
     Returns:
-        Nats, at most 0, in float32 (float64 for float64 inputs), in the shape of `target`; with
-        `with_entropy`, a pair of such tensors.
+        Log-probabilities in nats (at most 0), in float32 (float64 for float64 inputs), in the shape of
+        `target`. With `with_entropy`, a pair: the log-probabilities, and the entropies in the same shape.
 
     Raises:
         ConfigError: A number is out of range.
         ValueError: Shapes do not fit.
         TypeError: Dtypes do not fit.
-        RuntimeError: A target is not a class. On a GPU the result is NaN instead.
+        RuntimeError: A target is not the index of a class. On a GPU the result is NaN instead.
 
     Example:
         >>> token_logprobs(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3])).exp()
@@ -239,14 +246,15 @@ def linear_kl(
         weight: The student's output projection.
         teacher_x: The teacher's hidden states, of any width.
         teacher_weight: The teacher's output projection. The teacher gets no gradients.
-        temperature: Divides both logits.
-        beta: 0 for KL(teacher, student), 1 for KL(student, teacher); between them the generalized
-            Jensen-Shannon divergence, `beta * KL(teacher, m) + (1 - beta) * KL(student, m)` with
+        temperature: Divisor of the logits of student and teacher.
+        beta: 0 for KL(teacher, student), 1 for KL(student, teacher). A value between 0 and 1 gives the
+            generalized Jensen-Shannon divergence, `beta * KL(teacher, m) + (1 - beta) * KL(student, m)` with
             `m = beta * teacher + (1 - beta) * student`.
-        tile_budget_mib: Memory for the student's float32 logits in MiB; the teacher's need the same again.
+        tile_budget_mib: Memory for the student's float32 logits in MiB; the teacher's logits need as much
+            again.
 
     Returns:
-        Nats in float32 (float64 for float64 inputs), in the shape of the rows.
+        Divergences in nats, in float32 (float64 for float64 inputs), one per row, `[*batch]`.
 
     Raises:
         ConfigError: A number is out of range.
@@ -264,9 +272,10 @@ def linear_kl(
     own, taught = (
         f"{len(w)} classes and rows {[*h.shape[:-1]]}" for h, w in ((x, weight), (teacher_x, teacher_weight))
     )
-    # Only classes and rows must agree; the widths D of the two models may differ.
+    # The numbers of classes and rows must agree; the widths D of the two models may differ.
     if own != taught:
         raise ValueError(f"a teacher of {taught} and a student of {own}: expected as many")
+    # Detached, because the teacher gets no gradients.
     teacher = (teacher_rows.detach().to(teacher_dtype), teacher_weight.detach().to(teacher_dtype))
     loss = Divergence(teacher=teacher, temperature=float(temperature), beta=float(beta))
     pairs = _pairs(rows, weight, None, dtype)
@@ -281,10 +290,10 @@ class Plan:
     Args:
         loss: The loss to compute from the logits.
         dtype: Dtype in which rows and weights are multiplied.
-        tile_rows: Rows of a tile.
-        index: The rows that have a loss; None for all.
-        factor: Multiplies the sum of the values. With it, the result is a scalar, and gradients are computed
-            in the forward pass. None for values per row.
+        tile_rows: Number of rows per tile.
+        index: Indices of the rows that have a loss; None for all rows.
+        factor: Factor of the sum of the values. The result is then a scalar, and the forward pass computes
+            the gradients. With None, the result is one value per row.
     """
 
     loss: RowLoss
@@ -300,7 +309,7 @@ class Plan:
         # `pairs` alternates rows and weights: x, W, and with an adapter also u, B.
         receivers = [each if needed else None for each, needed in zip((bias, *pairs), needs, strict=True)]
         cast = [each.detach().to(self.dtype) for each in pairs]
-        # receivers = [bias, x, W, u, B]: every second one from index 2 is a weight.
+        # receivers = [bias, x, W, u, B]: every second entry, starting at index 2, is a weight.
         is_trained = any(each is not None for each in receivers[2::2])
         projection = Projection(
             list(zip(cast[::2], cast[1::2], strict=True)), None if bias is None else bias.detach(),
@@ -310,11 +319,12 @@ class Plan:
 
 
 class LossInTiles(torch.autograd.Function):
-    """The values of rows [N, k] or, with a factor, the factor times their sum."""
+    """The values of rows [N, k] or, if the plan has a factor, the factor times the sum of the values."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, bias: Tensor | None, *pairs: Tensor) -> Tensor:
-        """Compute values and, with a factor, the gradients."""
+        """Compute the values and, if the plan has a factor, the gradients."""
+        # Needed even if gradients are computed here, because a retained graph may run backward twice.
         ctx.save_for_backward(bias, *pairs)
         ctx.plan = plan
         # d(factor * sum_i v_i) / d v_i = factor, for every row [N, 1].
@@ -328,7 +338,7 @@ class LossInTiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of the forward pass, times `grad`; compute them if the forward pass did not.
+        """Return the gradients times `grad`; compute the gradients if the forward pass has not.
 
         Raises:
             RuntimeError: A second derivative is requested.
@@ -338,10 +348,11 @@ class LossInTiles(torch.autograd.Function):
                 "a loss in tiles has no second derivative: compute whole logits for gradient penalties"
             )
         bias, *pairs = ctx.saved_tensors  # raises if the graph was freed
+        # Drop the node's reference, so that the gradients are freed after their use.
         plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
         if plan.factor is not None:
             if gradients is not None:
-                # In place: these gradients belong to this node alone, and are the largest tensors here.
+                # In place: only this node uses these gradients, and no other tensors here are as large.
                 return None, *[None if each is None else each.mul_(grad) for each in gradients]
             # The second backward pass of a retained graph.
             grad = (grad * plan.factor).expand(len(pairs[0]), 1)
@@ -356,10 +367,11 @@ _apply: Any = _untraced(LossInTiles.apply)
 
 @_untraced
 def _may_form_gradients(dtype: torch.dtype) -> bool:
-    """Return whether gradients of a scalar are computed in the forward pass.
+    """Return whether the forward pass of a scalar loss computes the gradients.
 
-    Not in float16 (they would underflow without the loss scale), if gradients are disabled, or within a
-    checkpoint, whose forward pass runs twice; saved-tensor hooks reveal it.
+    The forward pass computes no gradients in float16 (gradients would underflow without the loss scale), with
+    gradients disabled, or inside a checkpoint, whose forward pass runs twice. Saved-tensor hooks reveal a
+    checkpoint.
     """
     if dtype == torch.float16 or not torch.is_grad_enabled():
         return False
@@ -369,7 +381,7 @@ def _may_form_gradients(dtype: torch.dtype) -> bool:
 
 
 def _pairs(rows: Tensor, weight: Tensor, low_rank: LowRank | None, dtype: torch.dtype) -> list[Tensor]:
-    """Return rows and weight of each product; autograd casts the rows, as under autocast.
+    """Return rows and weight of each product; autograd records the cast of the rows, as under autocast.
 
     Raises:
         ValueError: An adapter's shapes do not fit the projection.
@@ -391,7 +403,8 @@ def _pairs(rows: Tensor, weight: Tensor, low_rank: LowRank | None, dtype: torch.
 def _check_options(**options: Any) -> None:
     """Check numbers; None means that an option is not set.
 
-    Why not `core.arguments`: it needs beartype, which is missing where the kernels alone are measured.
+    Why not `core.arguments`: that module needs beartype, which may not be installed where only kernels are
+    measured.
 
     Raises:
         ConfigError: A value is not a number, or out of range.
@@ -405,12 +418,13 @@ def _check_options(**options: Any) -> None:
 
 
 def product_dtype(x: Tensor, weight: Tensor, *, of: str = "") -> torch.dtype:
-    """Return the dtype in which rows and weight are multiplied; `of` prefixes their names in errors.
+    """Return the dtype in which rows and weight are multiplied; `of` is a prefix of names in errors.
 
     Raises:
         TypeError: Dtypes do not fit.
     """
     cast = autocast_dtype(x.device.type, x.dtype, weight.dtype)
+    # Without autocast, torch rejects products of two dtypes.
     if not x.dtype.is_floating_point or (cast is None and x.dtype != weight.dtype):
         msg = f"{of}x of {x.dtype} and {of}weight of {weight.dtype}"
         raise TypeError(f"{msg}: expected one floating-point dtype, or autocast")
@@ -420,7 +434,7 @@ def product_dtype(x: Tensor, weight: Tensor, *, of: str = "") -> torch.dtype:
 def _checked_rows(
     x: Tensor, weight: Tensor, target: Tensor | None = None, *, of: str = "", **by_class: Tensor | None
 ) -> tuple[Tensor, torch.dtype]:
-    """Return the rows [N, D], and the dtype in which they are multiplied; `of` prefixes names in errors.
+    """Return the rows [N, D], and the dtype of their products; `of` is a prefix of names in errors.
 
     Raises:
         ValueError: Shapes do not fit.
@@ -439,7 +453,7 @@ def _checked_rows(
 
 
 def _flat_target(target: Tensor) -> Tensor:
-    """Return the targets as classes [N]; `torch.gather` rejects a class out of range, without a check here.
+    """Return the targets as class indices [N]; `torch.gather` rejects indices that are out of range.
 
     Raises:
         TypeError: Targets are not integers. A cast would turn probabilities into classes.

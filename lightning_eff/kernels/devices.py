@@ -1,7 +1,7 @@
-"""Describe devices as data for the cost model: vendors' peaks of dense products, and sizes.
+"""Describe devices for the cost model: the vendors' peaks for dense products, and sizes of memory and caches.
 
-For a GPU of this machine, sizes come from its driver. Peaks are known only for the GPUs of the table. Any
-other GPU gets an estimate, which ranks configs and is never shown as a peak.
+The sizes of a GPU of this machine come from the driver. Peaks are known only for the GPUs in the table. Peaks
+of all other GPUs are estimates, which are used to rank configs and are never shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KIB = 2**10
 AMPERE = 80
 """Compute capability of the first GPUs with bfloat16."""
 _predicted: ContextVar[Device | None] = ContextVar("_predicted", default=None)
-"""The GPU that a prediction is for; its fake tensors are on the CPU."""
+"""The GPU of the current prediction; the fake tensors of a prediction are on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +32,16 @@ class Device:
 
     Args:
         name: The vendor's name.
-        capability: Compute capability of an NVIDIA GPU, times ten: 90 for Hopper; 0 for any other device.
-        num_sms: Streaming multiprocessors, or cores.
-        peak_tflops: 1e12 operations per second, by dtype.
-        memory_gbs: Memory bandwidth, 1e9 bytes per second.
-        l2_gbs: Bandwidth of the last-level cache, 1e9 bytes per second.
+        capability: Compute capability of an NVIDIA GPU, times ten (90 for Hopper); 0 for all other devices.
+        num_sms: Number of streaming multiprocessors, or of CPU cores.
+        peak_tflops: Peak speed by dtype, in 1e12 operations per second.
+        memory_gbs: Memory bandwidth, in 1e9 bytes per second.
+        l2_gbs: Bandwidth of the last-level cache, in 1e9 bytes per second.
         l2_bytes: Size of the last-level cache.
-        shared_bytes: Shared memory available to one block; on a CPU, one core's own cache.
+        shared_bytes: Shared memory available to one block; on a CPU, the private cache of one core.
         memory_bytes: Memory that the driver reports to a process.
-        is_cpu: Whether it is this machine's CPU.
-        is_estimate: Whether peaks and bandwidths are estimates; only their ratios matter, to rank configs.
+        is_cpu: Whether the device is this machine's CPU.
+        is_estimate: Whether peaks and bandwidths are estimates, which are used only to rank configs.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Device:
     is_estimate: bool = False
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Return peak operations per second in a dtype; float32's if the device has no units for it."""
+        """Return the peak operations per second in a dtype; without units for that dtype, in float32."""
         name = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
         name = "float8" if name.startswith("float8") else name
         return self.peak_tflops.get(name, self.peak_tflops["float32"]) * 1e12
@@ -140,18 +140,19 @@ DEVICES: Mapping[str, Device] = {
         memory_bytes=int(186.2 * KIB**3),
     ),
 }  # fmt: skip
-"""By the names that the command line accepts: A100 and H100 with 80 GB, V100 with 32 GB.
+"""Devices by the names that the command line accepts: A100 and H100 with 80 GB, V100 with 32 GB.
 
-Rates are dense products with float32 sums, from the vendors' data sheets and white papers. Memory is what the
-driver reports. For the RTX 5090 and later entries it is the data sheet's, less 3 % for the driver, and less
-1/16 where GDDR memory corrects errors. L2 bandwidths are estimates, since vendors do not state them."""
+Peaks are for dense products with float32 sums, from the vendors' data sheets and white papers. The driver
+reports the memory sizes. The memory sizes of the RTX 5090 and of all entries below are from data sheets, less
+3 % for the driver, and less 1/16 if GDDR memory corrects errors. L2 bandwidths are estimates, since vendors
+do not publish L2 bandwidths."""
 
 
 def named(name: str) -> Device:
     """Return a device by its name, `cpu` included.
 
     Raises:
-        ValueError: An unknown name.
+        ValueError: The name is unknown.
 
     Example:
         >>> named("h200").num_sms
@@ -165,17 +166,18 @@ def named(name: str) -> Device:
 
 
 def unknown_gpu(memory_bytes: int) -> Device:
-    """Return a GPU with known memory; everything else is an estimate."""
+    """Return a GPU of which only the memory is known; all other values are estimates."""
     return replace(DEVICES["a100"], name="a GPU", capability=0, memory_bytes=memory_bytes, is_estimate=True)
 
 
 def of(device: torch.device) -> Device:
-    """Describe a device of this machine; the rates of an unknown GPU are scaled from the most similar one."""
+    """Describe a device of this machine; the rates of an unknown GPU are scaled from the most similar GPU."""
     if device.type != "cuda":
         return this_cpu()
     properties = torch.cuda.get_device_properties(device)
-    capability = 0 if torch.version.hip else properties.major * 10 + properties.minor  # AMD's 9.4 is no 9.0
-    shared_bytes = properties.shared_memory_per_block  # ROCm reports no other
+    # AMD's capabilities have another meaning: 9.4 is not later than NVIDIA's 9.0.
+    capability = 0 if torch.version.hip else properties.major * 10 + properties.minor
+    shared_bytes = properties.shared_memory_per_block  # ROCm reports no opt-in size
     return _gpu(
         properties.name, capability, properties.multi_processor_count, l2_bytes=properties.L2_cache_size,
         shared_bytes=getattr(properties, "shared_memory_per_block_optin", shared_bytes),
@@ -185,8 +187,8 @@ def of(device: torch.device) -> Device:
 
 @functools.cache
 def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
-    """Return the table's entry for a GPU, or an estimate if it has none, with the driver's sizes."""
-    # The name is one word of the driver's name. NVL boards have the same SMs at lower clocks.
+    """Return the table's entry for a GPU, or an estimate for an unknown GPU; sizes are the driver's."""
+    # The driver's name contains the table's name as a word. NVL boards have as many SMs, but lower clocks.
     known = (info for info in DEVICES.values() if re.search(rf"\b{info.name}\b", name) and "NVL" not in name)
     device = next((info for info in known if info.num_sms == num_sms), None)
     if device is not None:
@@ -206,7 +208,7 @@ def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
 
 @contextmanager
 def predicted(gpu: Device | None) -> Generator[None]:
-    """Treat fake tensors as tensors of a GPU that need not be present; None leaves them on the CPU."""
+    """Treat fake tensors as tensors of a GPU, which need not be present; with None, as CPU tensors."""
     token = _predicted.set(gpu)
     try:
         yield
@@ -215,7 +217,7 @@ def predicted(gpu: Device | None) -> Generator[None]:
 
 
 def gpu_of(tensor: Tensor) -> Device | None:
-    """Return the GPU that computes with a tensor, or would in a predicted run; None on a CPU.
+    """Return the GPU of a tensor, or the predicted GPU of a fake tensor; None for a CPU tensor.
 
     Example:
         >>> gpu_of(torch.ones(2)) is None
@@ -227,7 +229,7 @@ def gpu_of(tensor: Tensor) -> Device | None:
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """Return why our kernels cannot run on a device of this machine; empty if they can.
+    """Return the reason why our kernels cannot run on a device of this machine; empty if they can run.
 
     Example:
         >>> why_no_kernels(torch.device("cpu"))
@@ -248,21 +250,22 @@ def why_no_kernels(device: torch.device) -> str:
 
 
 def float32_precision() -> Literal["tf32", "ieee"]:
-    """Return how float32 is multiplied on CUDA, whichever of PyTorch's switches were used.
+    """Return how CUDA multiplies float32, whichever of PyTorch's switches has set that.
 
-    PyTorch's own products follow `fp32_precision`, which reflects every switch, inherited ones included. The
-    older `allow_tf32` and `get_float32_matmul_precision` raise if the newer switches disagree.
+    PyTorch's own products follow `fp32_precision`, which reflects all switches and inherited settings.
+    Reading the older switches (`allow_tf32`, `get_float32_matmul_precision`) raises an error if the newer
+    switches disagree.
     """
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-# Equivalent to torch.compiler.assume_constant_result, without importing the compiler. It cannot trace the
-# switch, but compiles again after the switch has changed.
+# Equivalent to torch.compiler.assume_constant_result, without importing the compiler. The compiler cannot
+# trace the switch, but compiles again after the switch has changed.
 float32_precision.__dict__["_dynamo_marked_constant"] = True
 
 
 def this_cpu() -> Device:
-    """Describe this machine's CPU; speed and caches are guesses, used only to rank sizes."""
+    """Describe this machine's CPU; its speed and caches are estimates, which are used only to rank sizes."""
     cores = torch.get_num_threads()
     return Device(
         name="CPU", capability=0, num_sms=cores, is_cpu=True, is_estimate=True,

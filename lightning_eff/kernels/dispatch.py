@@ -1,18 +1,18 @@
 """Decide whether torch's library or our kernels compute a GEMM, and with which config. Start reading here.
 
 `backend="triton"` runs our kernels with the config that the cost model (tiles.py) ranks first; `torch` calls
-torch's library. `auto` picks the faster of the two on this GPU. The first call of a shape measures the
-library and the top-ranked configs (measure.py); our kernels are chosen if they are more than 3 % faster.
-Choices are stored for the next process (choices.py). `auto` always calls the library on other devices, for
-small products, and while a compiler or autograd records the call.
+torch's library. `auto` picks the backend that is faster on this GPU. The first call of a shape measures the
+library and the top-ranked configs (measure.py); our kernels are chosen if one is more than 3 % faster.
+Choices are stored for the next process (choices.py). `auto` always calls the library on devices other than
+CUDA GPUs, for small products, and while a compiler or autograd records the call.
 
-The number of rows (tokens of a layer) varies, so a choice holds up to the next power of two. Nothing is
-measured while a CUDA graph is captured. The same applies under deterministic algorithms, because another run
-could choose another order of sums, and on ranks other than 0, because all ranks must compute alike. Until a
-shape has been measured, the library computes it.
+The number of rows (the tokens of a layer) varies, so a choice holds for all numbers up to the next power of
+two. Nothing is measured while a CUDA graph is captured. Under deterministic algorithms nothing is measured
+either, because another run could choose a kernel that sums in another order. Only rank 0 measures, because
+all ranks must use the same kernels. The library computes a shape until that shape has been measured.
 
-matmul.py calls `find` once per GEMM. The answer is cached by kind of operands (sizes, strides, dtypes,
-alignment of addresses), so later calls are one lookup.
+matmul.py calls `find` once per GEMM. The answer is cached by the sizes, strides, dtypes and address alignment
+of the operands, so a later call is one lookup.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ BACKENDS = ("auto", "torch", "triton")
 NUM_CANDIDATES = 4
 """Number of configs that are measured, best-ranked first."""
 MIN_FLOP = 2e10
-"""Smallest product that `auto` measures: 30 us on an H100. Below that, launch overhead cancels the gain."""
+"""Smallest FLOPs that `auto` measures (30 us on an H100): below, launch overhead cancels the gain."""
 MAX_FOUND = 4096
-"""Cached answers. If varying lengths produce more kinds of operands than this, the cache is cleared."""
+"""Largest number of cached answers. A full cache is cleared; varying lengths can fill the cache."""
 _found: dict[tuple[Any, ...], Launch | None] = {}
 _dropped: set[TileConfig] = set()  # configs that failed to compile
 
 
 def may_use_triton(backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether our kernels may be used: always with `triton`, as candidates with `auto`.
+    """Return whether our kernels may be used; with `auto`, the kernels are candidates for a measurement.
 
     Raises:
-        ValueError: An unknown backend.
-        RuntimeError: `triton` where the kernels cannot run.
+        ValueError: The backend is unknown.
+        RuntimeError: The backend is `triton`, but the kernels cannot run on the device.
     """
     if backend == "auto":
         return device.type == "cuda" and dtype != torch.float64 and _can_run(device)
@@ -72,16 +72,16 @@ def _can_run(device: torch.device) -> bool:
 def find(
     operands: Operands, out: Tensor | None = None, *, backend: str = "triton", writes: int = 0
 ) -> Launch | None:
-    """Return the launch that computes a GEMM into `out` or a new tensor; None for torch's library.
+    """Return the launch that computes a GEMM into `out` or a new tensor; None means torch's library.
 
     Args:
-        operands: Checked, with values; `may_use_triton` is true for them.
-        out: Receives the result; None for a new, contiguous tensor.
+        operands: Checked operands, not fake tensors, for which `may_use_triton` is true.
+        out: Tensor for the result; None for a new, contiguous tensor.
         backend: `auto` or `triton`.
-        writes: As in `Operands.shape`; these matrices are newly allocated, and so aligned.
+        writes: As in `Operands.shape`. The written matrices are newly allocated and therefore aligned.
     """
     a, b, c, bias = operands.tensors
-    # This function runs in every call, so its key has plain numbers: building a Shape takes longer.
+    # This function runs in every call, so the key has plain numbers: building a Shape takes longer.
     epilogue = tuple([None if t is None else t.data_ptr() % TMA_BYTES for t in (operands.gate, operands.up)])
     # The allocator aligns a new result.
     offsets = tuple([t.data_ptr() % TMA_BYTES for t in ((a, b) if out is None else (a, b, out))])
@@ -99,11 +99,12 @@ def find(
         if any(offsets) or (out is not None and not is_aligned(out)):
             shape = replace(shape, aligned=False)
         if backend == "triton":
+            # If no config fits, the library computes the product.
             config = next(iter(candidates(shape, a.device)), None)
         else:
             choice = choose(shape, operands, out, writes)
             if choice is None:
-                return None  # it may be measured in a later call
+                return None  # the shape may be measured in a later call
             config = choice.config
         if len(_found) >= MAX_FOUND:
             _found.clear()
@@ -112,7 +113,7 @@ def find(
 
 
 def _may_add(operands: Operands, c: Tensor, out: Tensor) -> bool:
-    """Return whether a config may add to `out` in memory: `out` is C, in float32, without an epilogue."""
+    """Return whether a config may add to `out` in memory: `out` is C, is in float32, and has no epilogue."""
     is_sum = operands.beta == 1.0 and operands.bias is operands.activation is None
     is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
     return is_sum and in_place(c, out)
@@ -125,12 +126,13 @@ def candidates(shape: Shape, device: torch.device) -> list[TileConfig]:
 
 
 def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) -> Choice | None:
-    """Return the choice of `auto` for a shape, measured if necessary; None while it may not be measured."""
+    """Return the choice of `auto` for a shape, measured if necessary; None if measuring is forbidden now."""
     # A product has M * N * K multiply-adds, 2 operations each.
     if 2.0 * shape.batch * shape.M * shape.N * shape.K < MIN_FLOP:
         return Choice(LIBRARY, 0.0)
     choices, shape = choices_of(operands.a.device), rounded(shape)
     configs, choice = candidates(shape, operands.a.device), choices.known.get(str(shape))
+    # Listed before the lookup, so that the report also shows shapes whose choice comes from a file.
     choices.asked[shape] = ""
     # A choice from a file may name a config that failed to compile in this process.
     if choice is not None and choice.config in (None, *configs):
@@ -158,7 +160,7 @@ def choices_of(device: torch.device) -> Choices:
 
 
 def rounded(shape: Shape) -> Shape:
-    """Return a shape with its tokens rounded up to a power of two: K of a weight's gradient, else M."""
+    """Return a shape with its tokens rounded up to a power of two: K for a weight's gradient, otherwise M."""
     if shape.layout[0] == "t":
         # A transposed A is dY.T: its columns, K, are the tokens.
         return replace(shape, K=1 << (shape.K - 1).bit_length())
@@ -166,7 +168,7 @@ def rounded(shape: Shape) -> Shape:
 
 
 def why_not_measured() -> str:
-    """Return why nothing may be measured now; empty if it may."""
+    """Return the reason why nothing may be measured now; empty if measuring is allowed."""
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms"
     if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
@@ -177,12 +179,14 @@ def why_not_measured() -> str:
 
 def drop(config: TileConfig) -> None:
     """Stop using a config in this process, because it cannot be compiled."""
+    # Cached launches may use this config, so the cache is cleared too.
     _dropped.add(config)
     _found.clear()
 
 
 def forget() -> None:
-    """Start a run: reload the choices from the files, and list the shapes of this run only."""
+    """Prepare a run: reload the choices from the files, and clear the list of shapes."""
     _found.clear()
+    # Other processes may have written to the files since the last run.
     for cached in (_can_run, choices_of):
         cached.cache_clear()

@@ -1,8 +1,8 @@
-"""The epilogue of the GEMM's kernels: computed on a finished tile, between its last product and its stores.
+"""The epilogue of the GEMM kernels: operations on a finished tile, between its last product and its stores.
 
 A tile x = alpha * A @ B + beta * C + bias [BLOCK_M, BLOCK_N] is in registers, in float32, and every other
-operand is read once. MLPs of Transformers use the rows below, with g for `gate`, u for `up`, and f for the
-activation. gemm_kernels.py calls `finish`:
+operand is read once. MLPs of Transformers use the cases in the table below, with g for `gate`, u for `up`,
+and f for the activation. gemm_kernels.py calls `finish`:
 
     GRADIENT  gate  up    d                pre        d2
     no        None        f(x)             x
@@ -10,8 +10,8 @@ activation. gemm_kernels.py calls `finish`:
     yes       g     None  x * f'(g)        f(g)                  x is the gradient of f(g)
     yes       g     u     x * u * f'(g)    f(g) * u   x * f(g)   x is the gradient of f(g) * u
 
-`pre` and `d2` are stored if memory is passed for them. The `pre` of a gradient recomputes what the forward
-pass stored in d. The next GEMM of the gradient needs it, so the forward pass does not have to keep it.
+`pre` and `d2` are stored if their memory is passed. In a gradient, `pre` is d of the forward pass, computed
+again. The next GEMM of the gradient reads this `pre`, so the forward pass does not have to keep d.
 """
 
 # pyright: basic, reportInvalidTypeForm=false
@@ -45,18 +45,18 @@ class _MissingKernel:
 
 jit: Any = triton.jit if triton is not None else _MissingKernel
 INTERPRETED: bool = triton is not None and triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels, also on a CPU (TRITON_INTERPRET=1 was set at import)."""
+"""Whether Triton's interpreter runs the kernels, even on a CPU (TRITON_INTERPRET=1 was set at import)."""
 
 
 @jit
 def address(matrix, row, column, stride_m, stride_n):
-    """Return the address of an element, in 64 bits: a matrix may have more elements than 32 bits count."""
+    """Return the 64-bit address of an element, because a matrix may have more than 2**31 elements."""
     return matrix + tl.cast(row, tl.int64) * stride_m + tl.cast(column, tl.int64) * stride_n
 
 
 @jit
 def indices(LENGTH: tl.constexpr, WIDE: tl.constexpr):
-    """Return the rows or columns of a tile: 0, 1, ... WIDE: in 64 bits, as offsets may exceed 32."""
+    """Return the row or column numbers of a tile, from 0 on; WIDE numbers have 64 bits, for long strides."""
     return tl.arange(0, LENGTH).to(tl.int64 if WIDE else tl.int32)
 
 
@@ -67,8 +67,8 @@ def finish(
 ):  # fmt: skip
     """Return the values of `pre`, `d2` and `d` for the tile acc [BLOCK_M, WIDTH], in float32.
 
-    c points to the tile, bias [N] to column 0; gate and up [batch, M, N] are contiguous, and the tile starts
-    at their element `packed`.
+    c points to the start of the tile, and bias [N] to column 0. gate and up [batch, M, N] are contiguous, and
+    the tile starts at element `packed` of each.
     """
     inside = inside_m[:, None] & inside_n[None, :]
     x = acc * alpha
@@ -80,8 +80,10 @@ def finish(
     offsets = m[:, None] * N + n[None, :]
     if gate is not None:
         g = tl.load(gate + packed + offsets, mask=inside, other=0.0).to(tl.float32)
+    # Without a gradient, `pre` is the value before the activation, or the up projection.
     saved, x2 = x, x
     if GRADIENT:
+        # x is the gradient of f(g), or of f(g) * u; here `saved` recomputes the forward pass's result.
         saved = _activate(g, ACTIVATION)
         if up is not None:
             u = tl.load(up + packed + offsets, mask=inside, other=0.0).to(tl.float32)

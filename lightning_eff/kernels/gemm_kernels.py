@@ -12,11 +12,11 @@ through K in steps of BLOCK_K:
   M a a a a   . . . D D . .
     . . . .   . . . . . . .
 
-`gemm_tma` is for Hopper and later. It launches one program per SM, which computes tile after tile; the tensor
-memory accelerator (TMA) copies whole blocks and handles the edges. `gemm_pointers` covers the rest: any
-strides, batch axes, older GPUs. With split K, `reduce_split_k` adds the partial sums of either kernel. The
-epilogue (epilogue.py: C, bias, activation, gate of an MLP) works on the accumulator, so nothing is read
-twice. launch.py launches these kernels.
+`gemm_tma` is for Hopper and later GPUs. One program per SM computes tile after tile; the tensor memory
+accelerator (TMA) copies whole blocks and handles the edges. `gemm_pointers` supports any strides, batch axes
+and older GPUs. With split K, `reduce_split_k` adds the partial sums of either kernel. The epilogue
+(epilogue.py) adds C and the bias, and applies the activation and the gate of an MLP. The epilogue works on
+the accumulator, so no operand is read twice. launch.py launches these kernels.
 
 Source: learned from Triton's tutorials 03 and 09, and from BLAS for the meaning of alpha and beta.
 """
@@ -31,9 +31,10 @@ __all__ = ["INTERPRETED", "gemm_pointers", "gemm_tma", "reduce_split_k", "triton
 
 @jit
 def _tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return row and column of a tile, ordered so that concurrent tiles share A and B in the L2 cache.
+    """Return the row and the column of a tile, so that concurrent tiles share A and B in the L2 cache.
 
-    The order runs down a column of GROUP_M tiles, then down the next column, along a band of GROUP_M rows:
+    Tiles are numbered down a column of GROUP_M tiles, then down the next column, along a band of GROUP_M
+    rows:
 
         0 2 4 6      (GROUP_M = 2)
         1 3 5 7
@@ -55,10 +56,11 @@ def _multiply(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @jit
 def _range_of_k(split, K, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
-    """Return the start and the end of range number `split` of K; only the last has an incomplete step."""
+    """Return start and end of range number `split` of K; only the last range may have an incomplete step."""
     if SPLIT_K == 1:
         first, last = 0, K
     else:
+        # Full steps in each range, so that only the last range has an incomplete step.
         depth = tl.cdiv(K, BLOCK_K * SPLIT_K) * BLOCK_K
         first, last = split * depth, tl.minimum(split * depth + depth, K)
     return first, last
@@ -70,12 +72,13 @@ def _write(
     stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn,
     alpha, beta, ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Finish the tile of product z that starts at (first_m, first_n), and store its part inside D [M, N]."""
+    """Apply the epilogue to product z's tile at (first_m, first_n), and store its part inside D [M, N]."""
     m, n = indices(acc.shape[0], WIDE), indices(acc.shape[1], WIDE)
     inside_m, inside_n = m < M - first_m, n < N - first_n
     inside = inside_m[:, None] & inside_n[None, :]
     if c is not None:
         c = address(c + z * stride_cz, first_m, first_n, stride_cm, stride_cn)
+    # gate, up, pre and d2 are contiguous [batch, M, N], so that one offset serves all four.
     packed = address(z * M * N, first_m, first_n, N, 1)
     saved, x2, x = finish(
         acc, m, n, inside_m, inside_n, N, c, stride_cm, stride_cn, bias, gate, up, first_n, packed,
@@ -107,17 +110,18 @@ def gemm_pointers(
 
     a [batch, M, K], b [batch, K, N], c and d [batch, M, N] have any strides; gate, up, pre and d2 [batch, M,
     N] are contiguous (epilogue.py). The program number is (z * SPLIT_K + split) * tiles + tile. Loads beyond
-    an edge return 0, and nothing is stored there. With SPLIT_K > 1, d is the float32 scratch [batch *
-    SPLIT_K, ...] of partial sums.
+    an edge return 0, and nothing is stored there. With SPLIT_K > 1, d is float32 scratch memory [batch *
+    SPLIT_K, ...] for partial sums.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile_m, tile_n = _tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
+    # In 64 bits, because z * stride may exceed 32 bits.
     z_split = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
     z = z_split // SPLIT_K
     first, last = _range_of_k((z_split % SPLIT_K).to(tl.int32), K, BLOCK_K, SPLIT_K)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
     m, n, k = indices(BLOCK_M, WIDE), indices(BLOCK_N, WIDE), indices(BLOCK_K, WIDE)
-    # Only the base address moves per step: offsets inside a step stay constant, in half of the registers.
+    # Only the base address changes per step: constant offsets inside a step take half of the registers.
     a = address(a + z * stride_az, first_m, first, stride_am, stride_ak)
     b = address(b + z * stride_bz, first, first_n, stride_bk, stride_bn)
     a_offsets = m[:, None] * stride_am + k[None, :] * stride_ak
@@ -154,8 +158,8 @@ def reduce_split_k(
 ):  # fmt: skip
     """Compute one tile of D[z] as the sum over s of partials[z * SPLIT_K + s], always in the same order.
 
-    partials [batch * SPLIT_K, >= M, >= N] in float32; the tile is [BLOCK_M, BLOCK_N]. With split K, the
-    epilogue is computed here, once.
+    partials [batch * SPLIT_K, >= M, >= N] are in float32, and the tile is [BLOCK_M, BLOCK_N]. With split K,
+    only this kernel computes the epilogue.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     z = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64)
@@ -168,6 +172,7 @@ def reduce_split_k(
         (m < M - first_m)[:, None] & (n < N - first_n)[None, :],
     )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Always from split 0 up, so that the rounding does not depend on the order of programs.
     for _ in range(SPLIT_K):
         acc += tl.load(tile + offsets, mask=inside, other=0.0)
         tile += tl.cast(stride_p, tl.int64)
@@ -193,10 +198,10 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
 ):  # fmt: skip
     """Compute tiles program_id, program_id + NUM_SMS, ... of D = activation(alpha * a @ b + ...).
 
-    a [M, K] is contiguous along K (A_BY_ROWS) or M, b [K, N] along N (B_BY_ROWS) or K, c [M, N] along N;
-    gate, up, pre and d2 are contiguous. N and stride_cm are multiples of 16 bytes, in elements of D. A
-    finished tile [BLOCK_M, BLOCK_N] is stored as SUBTILES tiles [BLOCK_M, WIDTH]. With ADDS, the tile is
-    added to d in memory.
+    a [M, K] is contiguous along K if A_BY_ROWS, otherwise along M. b [K, N] is contiguous along N if
+    B_BY_ROWS, otherwise along K. c [M, N] is contiguous along N, and gate, up, pre and d2 are contiguous. N
+    and stride_cm are multiples of 16 bytes, counted in elements of D. A finished tile [BLOCK_M, BLOCK_N] is
+    stored as SUBTILES tiles [BLOCK_M, WIDTH]. With ADDS, the tile is added to d in memory.
     """
     if A_BY_ROWS:
         a_tiles = tl.make_tensor_descriptor(a, [M, K], [stride_a, 1], [BLOCK_M, BLOCK_K])
@@ -206,7 +211,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
         b_tiles = tl.make_tensor_descriptor(b, [K, N], [stride_b, 1], [BLOCK_K, BLOCK_N])
     else:
         b_tiles = tl.make_tensor_descriptor(b, [N, K], [stride_b, 1], [BLOCK_N, BLOCK_K])
-    # The values do not change, but the compiler sees multiples, and reads C, gate and up in vectors.
+    # The values stay the same, but the compiler sees multiples, and so reads C, gate and up in vectors.
     ALIGNED: tl.constexpr = 128 // d.dtype.element_ty.primitive_bitwidth
     N, stride_cm = N // ALIGNED * ALIGNED, stride_cm // ALIGNED * ALIGNED
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -218,6 +223,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
     if d2 is not None:
         d2_tiles = tl.make_tensor_descriptor(d2, [M, N], [N, 1], [BLOCK_M, WIDTH])
 
+    # `flatten` lets the loads of the next tile overlap with the epilogue of this tile.
     for number in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT_K, NUM_SMS, flatten=True):
         split = number // (tiles_m * tiles_n)
         tile_m, tile_n = _tile_of(number % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
@@ -234,6 +240,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
         else:  # left and right half [BLOCK_M, WIDTH]: a smaller store tile leaves room for one more stage
             halves = acc.reshape(BLOCK_M, 2, WIDTH).permute(0, 2, 1).split()
         m, n = indices(BLOCK_M, WIDE), indices(WIDTH, WIDE)
+        # With split K, each split has its own rows of the scratch memory; otherwise `split` is 0.
         row_d = split * tiles_m * BLOCK_M + first_m
         for i in tl.static_range(SUBTILES):
             column = (tile_n * SUBTILES + i) * WIDTH
@@ -246,6 +253,7 @@ def gemm_tma(  # noqa: C901, PLR0912, PLR0915 - a kernel is one function
                 pre_tiles.store([first_m, column], saved.to(pre.dtype.element_ty))
             if d2 is not None:
                 d2_tiles.store([first_m, column], x2.to(d2.dtype.element_ty))
+            # Stores need no mask, because TMA drops elements beyond the edge.
             x = x.to(d.dtype.element_ty)
             if ADDS and INTERPRETED:  # the interpreter has no TMA reduction, and runs programs in sequence
                 d_tiles.store([row_d, column], d_tiles.load([row_d, column]) + x)

@@ -1,9 +1,9 @@
 """Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K.
 
 On its first call, a `Launch` binds a config to the sizes, strides and formats of one GEMM. Later calls pass
-addresses and factors straight to the compiled kernel. They skip Triton's own lookup, which takes longer than
-the rest of the call. dispatch.py caches launches, keyed by everything that the compiler specializes on:
-sizes, strides, dtypes, and which addresses are multiples of 16 bytes.
+addresses and factors straight to the compiled kernel, without Triton's own lookup, which takes longer than
+the rest of the call. dispatch.py caches launches. The key contains everything that the compiler specializes
+on: sizes, strides, dtypes, and which addresses are multiples of 16 bytes.
 """
 
 # pyright: basic
@@ -31,7 +31,7 @@ Matrices = Sequence[Any]
 
 
 class CannotCompileError(RuntimeError):
-    """A config cannot be compiled for a GEMM, or needs more than the device has."""
+    """A config cannot be compiled for a GEMM, or needs more resources than the device has."""
 
 
 def launch(
@@ -42,10 +42,10 @@ def launch(
 
 
 class Launch:
-    """The kernels with a config, bound to one kind of operands.
+    """The kernels with one config, bound to the sizes, strides and dtypes of one GEMM.
 
     Args:
-        config: One that fits the operands (`tiles.fits`).
+        config: A config that fits the operands (`tiles.fits`).
     """
 
     def __init__(self, config: TileConfig) -> None:
@@ -56,17 +56,17 @@ class Launch:
     def __call__(
         self, operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None
     ) -> Tensor:
-        """Compute into `d` and return it.
+        """Compute the GEMM into `d`, and return `d`.
 
         Args:
-            operands: Checked, of sizes above 0.
-            d: Receives the result, `[*batch, M, N]` of any strides; a config with `adds` adds to it.
-            pre: Receives the activation's input, `[*batch, M, N]`, contiguous; or None. In a gradient it
-                receives the activation's result (epilogue.py).
-            d2: Receives the gradient of `up`, `[*batch, M, N]`, contiguous; or None.
+            operands: Checked operands whose sizes are above 0.
+            d: Tensor for the result, `[*batch, M, N]` with any strides; a config with `adds` adds to `d`.
+            pre: Tensor for the activation's input, `[*batch, M, N]`, contiguous; or None. In a gradient,
+                `pre` receives the activation's result instead (epilogue.py).
+            d2: Tensor for the gradient of `up`, `[*batch, M, N]`, contiguous; or None.
 
         Raises:
-            CannotCompileError: On the first call.
+            CannotCompileError: The kernels cannot be compiled, which is detected in the first call.
         """
         if d.is_cuda and d.device.index != torch.cuda.current_device():
             with torch.cuda.device(d.device):  # Triton compiles for, and launches on, the current device
@@ -75,16 +75,18 @@ class Launch:
         a, b, target = (_one_batch_axis(tensor, batch) for tensor in (operands.a, operands.b, d))
         # A config with `adds` never reads C, because C is d.
         c = None if self.config.adds else _one_batch_axis(operands.c, batch)
-        if self.config.kernel == "tma":  # descriptors need scratch memory, from this thread's allocator
+        if self.config.kernel == "tma":  # descriptors take scratch memory from this thread's allocator
             triton.set_allocator(partial(_scratch_memory, d.device))
         if self.config.split_k == 1:
             if self.config.kernel == "tma" and c is not None and not _is_like_d(c, d):
+                # The TMA kernel reads C in vectors, which requires aligned rows.
                 c = c.clone(memory_format=torch.contiguous_format)
             tensors = (a, b, c, bias, operands.gate, operands.up, pre, d2, target)
             self._gemm = self._gemm or self._bind_gemm(operands, tensors)
             self._gemm(tensors, operands.alpha, operands.beta)
         else:
-            # Each split is padded to whole tiles along M, and to 16 bytes a row, which TMA requires.
+            # Each split is padded to full tiles along M, and its rows to multiples of 16 bytes, which TMA
+            # requires.
             rows = -(-operands.M // self.config.block_m) * self.config.block_m
             size = (math.prod(batch) * self.config.split_k, rows, -(-operands.N // 4) * 4)
             partials = torch.empty(size, dtype=torch.float32, device=d.device)
@@ -103,6 +105,7 @@ class Launch:
         a, b, c, d = tensors[0], tensors[1], tensors[2], tensors[-1]
         num_tiles = -(-operands.M // config.block_m) * -(-operands.N // config.block_n) * config.split_k
         sizes = (operands.M, operands.N, operands.K)
+        # With split K, `reduce_split_k` computes the epilogue, so the GEMM kernel computes no epilogue.
         constants: dict[str, Any] = {
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k_bytes // operands.a.element_size(),
@@ -116,6 +119,7 @@ class Launch:
             grid, constants["WIDE"] = num_tiles * math.prod(operands.batch), _is_wide(*tensors)
             return _bind(gemm_pointers, grid, tensors, (*sizes, *strides), constants, config)
         a_by_rows, b_by_rows = a.stride(1) == 1, b.stride(1) == 1
+        # The other stride of each matrix is 1, as TMA requires.
         near = (a.stride(0 if a_by_rows else 1), b.stride(0 if b_by_rows else 1))
         strides = (*near, 0 if c is None else c.stride(0), d.stride(-2))
         num_sms = devices.of(d.device).num_sms
@@ -140,10 +144,11 @@ def _bind(
     kernel: Any, num_programs: int, tensors: Matrices, sizes: Sequence[int], constants: dict[str, Any],
     config: TileConfig | None,
 ) -> Callable[[Matrices, float, float], None]:  # fmt: skip
-    """Compile a kernel, and bind everything but tensors and factors; `sizes` include strides."""
+    """Compile a kernel, and bind all arguments except tensors and factors; `sizes` include strides."""
     grid = (num_programs, 1, 1)
-    run = kernel[grid]  # raises the remedy if Triton is missing
+    run = kernel[grid]  # raises an error with the remedy if Triton is missing
     options = {} if config is None else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    # The compiled kernel takes constants by position, too.
     in_order = tuple(constants[name] for name in kernel.arg_names if name in constants)
     if INTERPRETED:
         run = partial(run, **options)
@@ -172,12 +177,13 @@ def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
 
 
 def _is_like_d(c: Tensor, d: Tensor) -> bool:
-    """Return whether C is as contiguous and aligned as TMA requires of D, so that it is read in vectors."""
+    """Return whether C is as contiguous and aligned as TMA requires of D, so that C is read in vectors."""
     return c.stride(1) == 1 and not (c.stride(0) * d.element_size() % TMA_BYTES or c.data_ptr() % TMA_BYTES)
 
 
 def _is_wide(*tensors: Tensor | None) -> bool:
-    """Return whether offsets inside a tile, of at most 128 rows and 256 columns, may not fit in 32 bits."""
+    """Return whether offsets inside a tile (at most 128 rows and 256 columns) may exceed 32 bits."""
+    # 2**23 * 256 columns = 2**31.
     return any(max(t.stride()[-2:]) >= 2**23 for t in tensors if t is not None and t.ndim > 1)
 
 

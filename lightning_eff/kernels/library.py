@@ -20,13 +20,14 @@ MLP_ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor
     "gelu": (F.gelu, partial(aten.gelu_backward, approximate="none")),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh")),
 }
-"""Per activation: the function, and its backward (result's gradient, input) -> input's gradient."""
+"""For each activation, the function and its backward: (result's gradient, input) -> input's gradient."""
 
 
 def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
-    """Compute with the fewest calls of torch's library, into `out` or a new tensor; differentiable.
+    """Compute a GEMM with few differentiable calls of torch's library, into `out` or a new tensor.
 
-    Rounding follows torch: 16-bit results are rounded before a bias that follows C, and before an activation.
+    Rounding follows torch: a 16-bit result is rounded before the activation. With C and a bias, the sum of
+    the product and C is rounded before the bias is added.
     """
     a, b, c, bias, out_dtype = operands.a, operands.b, operands.c, operands.bias, operands.out_dtype
     batch, options = operands.batch, dict[str, Any]()
@@ -39,20 +40,20 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
         else:
             a, b = a.to(wide), b.to(wide)
         c, bias = (tensor.to(wide) if tensor is not None else None for tensor in (c, bias))
-    # torch.addmm adds one tensor: C, or without C the bias; a bias that follows C is added below.
+    # torch.addmm adds one tensor: C, or the bias if there is no C. With both, the bias is added below.
     addend, beta = (c, operands.beta) if c is not None else (bias, 1.0)
     if batch:  # torch.baddbmm has one batch axis
         a, b = (matrix.expand(*batch, *matrix.shape[-2:]).flatten(0, -3) for matrix in (a, b))
         addend = addend.flatten(0, -3) if addend is not None and addend.ndim > 1 else addend
-    # torch writes to `out` itself if that has the product's dtype and at most one batch axis.
+    # torch can write to `out` directly if `out` has the product's dtype and at most one batch axis.
     direct = out if out_dtype == wide and operands.activation is None and len(batch) < 2 else None
     if direct is not None:
         options["out"] = direct
     if addend is None and operands.alpha == 1.0:
         result = (torch.bmm if batch else torch.mm)(a, b, **options)
     else:
-        addend, beta = (a.new_empty(()), 0.0) if addend is None else (addend, beta)  # not read with 0
-        if "out_dtype" in options:  # torch sizes and types the result like the addend then
+        addend, beta = (a.new_empty(()), 0.0) if addend is None else (addend, beta)  # not read with beta = 0
+        if "out_dtype" in options:  # the result then gets the addend's shape and dtype
             addend = addend.to(wide).expand(*a.shape[:-1], b.shape[-1])
         multiply = torch.baddbmm if batch else torch.addmm
         result = multiply(addend, a, b, beta=beta, alpha=operands.alpha, **options)
@@ -72,14 +73,16 @@ def mlp_by_library(operands: Operands, *, stores_pre: bool) -> list[Tensor]:
     x = by_library(replace(operands, activation=None, gate=None, up=None, gradient=False))
     if not operands.gradient:
         return [activated(x, gate, activation), *([x] if stores_pre else [])]
+    # Without `up`, `gate` holds H, the input of the activation.
     h, gate = (gate, None) if up is None else (up, gate)
     pre = [activated(h, gate, activation)] if stores_pre else []
     grad_h, grad_gate = input_gradients(x, h, gate, activation)
+    # In the order d, pre, d2: with a gate, d is the gradient of the gate, and d2 of the up projection.
     return [grad_h, *pre] if grad_gate is None else [grad_gate, *pre, grad_h]
 
 
 def activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
-    """Compute A [T, F] of an MLP: act(H), or act(G) * H."""
+    """Compute the activations A [T, F] of an MLP: act(H), or act(G) * H with a gate G."""
     activate = MLP_ACTIVATIONS[activation][0]
     return activate(h) if gate is None else activate(gate) * h  # a checkpoint policy may keep this factor
 
@@ -87,7 +90,7 @@ def activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
 def input_gradients(
     grad_a: Tensor, h: Tensor, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of H and of the gate from A's, all [T, F]; `grad_a` may be overwritten."""
+    """Return the gradients of H and of the gate from `grad_a`, all [T, F]; `grad_a` may be overwritten."""
     activate, differentiate = MLP_ACTIVATIONS[activation]
     if gate is None:
         return differentiate(grad_a, h), None

@@ -1,23 +1,23 @@
-"""A linear layer computed by our GEMM: `nn.Linear` with another class, same parameters and state.
+"""A linear layer computed by our GEMM: `nn.Linear` with another class, but with the same parameters.
 
     y = x @ weight.T + bias
 
-The three GEMMs of a layer, for T rows of x, need no transposed copy. `callbacks/triton_gemm` converts layers:
+`callbacks/triton_gemm` converts layers. The three GEMMs of a layer, for T rows of x, need no transposed copy:
 
     forward            Y [T, N] = X [T, K] @ W [N, K].T     nt
     input's gradient   X [T, K] = Y [T, N] @ W [N, K]       nn
     weight's gradient  W [N, K] = Y [T, N].T @ X [T, K]     tn
 
 While an `Accumulation` is open, the GEMM adds the weight's gradient to `weight.grad` (C = dW, beta = 1). So
-no second gradient of the weight's size is allocated. In the first micro-batch of a step there is no
-`weight.grad`, and the layer's gradient becomes it (beta = 0).
+no second gradient of the weight's size is allocated. In the first micro-batch of a step, `weight.grad` is
+None, and autograd stores the layer's gradient there (beta = 0).
 
-Only the code that runs the backward passes can open an `Accumulation`. A gradient that is added this way
-bypasses autograd, so a hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss it. A layer
-therefore adds in place only if none of them is present.
+Only the code that runs the backward passes can open an `Accumulation`. A gradient that is added in place
+bypasses autograd. A hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss that gradient,
+so a layer adds in place only in the absence of all three.
 
-The layer falls back to `F.linear` where that is as fast or supports more: without accumulation on a CPU and
-for small products, under `torch.compile`, in forward-mode derivatives, for complex numbers and integers.
+The layer calls `F.linear` where our GEMM is not faster or not supported. Examples are CPUs and small products
+(without accumulation), `torch.compile`, forward-mode derivatives, complex numbers and integers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from lightning_eff.kernels.operands import DTYPES, Operands
 
 @dataclass(eq=False)
 class Accumulation:
-    """Allows layers to add gradients in place inside its `with` block, and counts how often they did.
+    """Allow layers to add gradients in place inside a `with` block, and count these additions.
 
-    The block surrounds a backward pass without DDP's reduction of gradients.
+    Use the block around a backward pass in which DDP does not reduce gradients.
 
     Args:
-        is_expected: Whether a step may have several backward passes; if not, layers do not prepare for it.
+        is_expected: Whether a step may have several backward passes; if False, layers do not prepare for
+            accumulation.
 
     Example:
         >>> accumulation = Accumulation()
@@ -65,26 +66,26 @@ class Accumulation:
     num_added: int = 0
     _depth: int = 0
 
-    def __enter__(self) -> None:  # a generator would take ten times as long
+    def __enter__(self) -> None:  # a generator-based context would take ten times as long
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
 
     def takes(self, weight: Tensor, node: Any) -> bool:
-        """Return whether a gradient may bypass autograd: `weight.grad` exists, and no hook would miss it.
+        """Return whether a gradient may bypass autograd: `weight.grad` exists, and no hook would be skipped.
 
         `node` is the graph node that accumulates the weight's gradient.
         """
         if not self._depth or weight.grad is None or weight.grad.layout != torch.strided:
             return False
-        # A hook gets the gradient itself; added in place, the gradient never exists separately.
+        # A hook needs the gradient as a tensor, and adding in place never creates that tensor.
         has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-        is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # a prediction adds too
+        is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # a prediction's weight is fake
         if has_hooks or not is_plain or not weight.is_leaf:
             return False
-        # Only `backward` accumulates into .grad. `autograd.grad` returns the gradient instead, and raises
-        # here.
+        # Only `backward` accumulates into .grad. `autograd.grad` returns the gradient instead; in its
+        # backward pass, the next call raises an error.
         try:
             return torch._C._will_engine_execute_node(node)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         except RuntimeError:
@@ -92,7 +93,7 @@ class Accumulation:
 
 
 class TritonLinear(nn.Linear):
-    """A linear layer by our GEMM, constructed like `nn.Linear`; assigning it to `__class__` converts a layer.
+    """A linear layer by our GEMM, built like `nn.Linear`; assign the class to `__class__` to convert a layer.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -128,14 +129,14 @@ def linear(
         weight: As `nn.Linear` stores it, `n` output features first.
         bias: One value per output feature, or None.
         backend: As in `matmul.gemm`.
-        accumulation: Allows the weight's gradient to be added in place.
+        accumulation: If given, the weight's gradient may be added in place.
 
     Returns:
-        Activations with `n` features, in the dtype of `x`, or in autocast's.
+        Activations with `n` features, in the dtype of `x` or of autocast.
 
     Raises:
-        ValueError: An unknown backend.
-        RuntimeError: `triton` where the kernels cannot run.
+        ValueError: The backend is unknown.
+        RuntimeError: The backend is `triton`, but the kernels cannot run on the device.
     """
     is_ours = dispatch.may_use_triton(backend, x.device, x.dtype)
     accumulates = (
@@ -144,6 +145,7 @@ def linear(
         and weight.requires_grad
         and torch.is_grad_enabled()
     )
+    # Integers, complex numbers, and sparse or nested tensors are left to torch.
     is_dense = x.dtype in DTYPES and x.layout == torch.strided and not x.is_nested
     if not (is_ours or accumulates) or not is_dense:
         return F.linear(x, weight, bias)
@@ -160,7 +162,7 @@ def linear(
         if x.dtype != weight.dtype:
             return F.linear(x, weight, bias)  # raises the error
         dtype = x.dtype
-    # Autocast's own cache would keep a copy with a graph; this one is detached.
+    # Autocast's own cache would keep a copy with a graph; this copy is detached.
     copy = None if dtype == weight.dtype else low_copy(weight, dtype)
     rows = x if dtype == x.dtype else x.to(dtype)  # recorded by autograd, like autocast's cast
     rows = rows if x.ndim == 2 else rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -168,14 +170,16 @@ def linear(
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
+# Weak keys and weak values: the cache keeps neither weights nor copies alive.
 _low_copies: Any = WeakTensorKeyDictionary()
 
 
 def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight in autocast's dtype; reuse the copy while a graph holds it, as autocast does.
+    """Return a copy of the weight in autocast's dtype; like autocast, reuse the copy while a graph holds it.
 
-    A layer that is called a hundred times in a forward pass casts once, and keeps one copy. A change through
-    `weight.data` is not detected while a graph holds the copy: call `forget_copies` after an optimizer step.
+    A layer that is called a hundred times in a forward pass casts its weight once, and keeps one copy. A
+    change through `weight.data` is not detected while a graph holds the copy: call `forget_copies` after an
+    optimizer step.
     """
     # `_version` counts in-place changes; the address changes if `weight.data` is assigned.
     version = (dtype, weight._version, weight.data_ptr())  # noqa: SLF001
@@ -193,7 +197,7 @@ def forget_copies() -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """The three GEMMs of a layer. It saves only the operands that the requested gradients need."""
+    """The three GEMMs of a layer; the forward pass saves only operands that the requested gradients need."""
 
     @staticmethod
     def forward(
@@ -217,14 +221,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, weight, backend, accumulation = grads[0], ctx.weight, ctx.backend, ctx.accumulation
         x, used = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative: torch's functions have one
+        if torch.is_grad_enabled():  # for a second derivative: torch's functions are differentiable
             return _differentiable(ctx, grad, x, used)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x:  # dX [T, K] = dY [T, N] @ W [N, K]
             grad_x = product(grad, used, backend)
         if needs_weight:
-            # Entry 1 is the weight's, the second argument of `forward`.
+            # Entry 1 is the node of the weight, the second argument of `forward`.
             node = ctx.next_functions[1][0]
             grad_weight = weight_gradient(grad, x, weight, node, backend, accumulation)
         if needs_bias:
@@ -235,7 +239,7 @@ class _Linear(torch.autograd.Function):
 def weight_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, node: Any, backend: str, accumulation: Accumulation | None
 ) -> Tensor | None:
-    """Return dW [N, K] = dY.T [N, T] @ X [T, K] in the weight's dtype; None once it is in `weight.grad`.
+    """Return dW [N, K] = dY.T [N, T] @ X [T, K] in the weight's dtype; None if `weight.grad` has received it.
 
     `node` is the graph node that accumulates the weight's gradient.
     """
@@ -252,7 +256,7 @@ def weight_gradient(
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """Return db [N], dY summed over T: in the bias' dtype by our kernel, in dY's dtype by torch's library."""
+    """Return db [N], the sum of dY over T; our backend sums in the dtype of the bias."""
     total = grad.sum(0) if backend == "torch" or grad.dtype == dtype else grad.sum(0, dtype=dtype)
     return total if total.dtype == dtype else total.to(dtype)
 
@@ -272,7 +276,7 @@ def product(
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor | None, used: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients as differentiable functions, with their own graph."""
+    """Return gradients that have a graph, because torch's differentiable functions compute them."""
     weight, bias_dtype = ctx.weight, ctx.bias_dtype
     grad_x = grad @ weight.to(grad.dtype) if used is not None else None
     grad_weight = (grad.T @ x).to(weight.dtype) if x is not None else None

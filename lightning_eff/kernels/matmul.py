@@ -5,9 +5,9 @@ library (library.py), or the kernels (gemm_kernels.py) through launch.py. Layers
 operands need no check.
 
 The kernels are registered as a torch operator with a shape, FLOPs and a gradient. Autograd, torch.compile,
-checkpointing and fake tensors thus see one opaque operation. If none of them is active, a call launches
-directly, because torch's dispatcher costs more than the rest of the call. The dispatcher passes only tensors,
-so the operator's implementation looks its launch up again.
+checkpointing and fake tensors thus see one opaque operation. If none of these four is active, a call launches
+the kernels directly, because torch's dispatcher costs more than the rest of the call. The dispatcher passes
+only tensors, so the operator's implementation looks up its launch again.
 
 Example:
     >>> gemm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2), alpha=2.0, beta=-1.0)
@@ -43,7 +43,7 @@ from lightning_eff.kernels.operands import (
 )
 
 AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that autocast casts; float64 stays."""
+"""Dtypes that autocast casts; autocast leaves float64 unchanged."""
 OPERATOR_NAME = "lightning_eff::gemm"
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias, float alpha, float beta, ScalarType out_dtype"
 _NUM_INPUTS = 7
@@ -67,27 +67,32 @@ def gemm(
     """Compute `activation(alpha * A @ B + beta * C + bias)`, accumulating in float32 (float64 for float64).
 
     Args:
-        a: `[*batch, M, K]` of any strides, so a transpose costs nothing.
-        b: `[*batch, K, N]`; batch axes are broadcast as in `torch.matmul`.
-        c: `[*batch, M, N]` or broadcastable to it, in any floating-point dtype.
-        alpha: Factor of the product; with 0 `a` and `b` are not read, as in BLAS.
-        beta: Factor of `c`, required with `c`; with 0 `c` is not read.
-        bias: Added to every row, `[N]`.
+        a: Left matrix, `[*batch, M, K]`, of any strides, so a transpose costs nothing.
+        b: Right matrix, `[*batch, K, N]`; batch axes are broadcast as in `torch.matmul`.
+        c: Matrix to add, `[*batch, M, N]` or a shape that can be broadcast to that, in any floating-point
+            dtype.
+        alpha: Factor of the product; with `alpha=0.0`, `a` and `b` are not read, as in BLAS.
+        beta: Factor of `c`, required with `c`; with `beta=0.0`, `c` is not read.
+        bias: Vector `[N]` that is added to every row.
         activation: `relu`, `silu`, `gelu_tanh`, or None.
         out_dtype: Dtype of the result; None for the dtype of `a`.
-        out: Receives the result and is returned; it may be `c`. Not differentiable, like `out` everywhere in
-            torch. If it overlaps another operand, the result is computed in new memory and copied.
-        backend: `triton`: our kernels; `torch`: torch's library. `auto`: whichever is faster, as measured in
-            the first call of a shape on a CUDA GPU (dispatch.py); the library where gradients are recorded.
+        out: Tensor for the result, which is returned; it may be `c`. A call with `out` is not differentiable,
+            as everywhere in torch. If `out` overlaps another operand, the result is computed in new memory
+            and copied.
+        backend: `triton` for our kernels, `torch` for torch's library. `auto` chooses the faster backend, as
+            measured in the first call of a shape on a CUDA GPU (dispatch.py). Calls that autograd records use
+            the library.
 
     Raises:
-        ValueError: Shapes, devices or names do not fit; only one of `beta` and `c` is given.
+        ValueError: Shapes or devices do not match, a name is unknown, or `beta` and `c` are not given
+            together.
         TypeError: The kernels do not support a dtype, or a factor is not a number.
-        RuntimeError: A shape cannot be broadcast, the kernels cannot run, or gradients with `out`.
-        ImportError: `triton`, which is not installed.
+        RuntimeError: A shape cannot be broadcast, the kernels cannot run, or a call with `out` needs
+            gradients.
+        ImportError: The backend is `triton`, and Triton is not installed.
 
     Warns:
-        UserWarning: A kernel cannot be compiled; torch's library computes such products afterwards.
+        UserWarning: A kernel cannot be compiled; torch's library then computes such products.
     """
     # `beta` without `c`, or `c` without `beta`.
     if beta if c is None else beta is None:
@@ -106,6 +111,7 @@ def gemm(
         if out.is_neg() or overlaps_operand(operands, out):
             return out.copy_(gemm(a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation,
                                   out_dtype=out_dtype, backend=backend))  # fmt: skip
+    # One large product is faster than a batch of small products.
     folded, folded_out = fold_batch(operands, out)
     device = a.device.type  # the operands have their final dtypes already
     with torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext():
@@ -122,7 +128,7 @@ def autocast(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def autocast_dtype(device: str, *dtypes: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that autocast casts operands to; None if it does not cast them."""
+    """Return the dtype that autocast casts operands to; None if autocast does not cast these dtypes."""
     if not _is_autocast(device) or not all(dtype in AUTOCAST_DTYPES for dtype in dtypes):
         return None
     return torch.get_autocast_dtype(device)
@@ -137,11 +143,12 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
     """Compute a GEMM of checked operands, into `out` or a new tensor; dispatch.py chooses the backend.
 
     Raises:
-        ValueError: An unknown backend.
-        RuntimeError: `triton` where the kernels cannot run.
+        ValueError: The backend is unknown.
+        RuntimeError: The backend is `triton`, but the kernels cannot run on the device.
     """
     if not dispatch.may_use_triton(backend, operands.a.device, operands.a.dtype) or in_forward_mode():
         return by_library(operands, out)
+    # The operator is for traced, fake and wrapped tensors; plain tensors do not need the dispatcher.
     is_real = not is_traced() and are_plain(operands, out)
     if is_real and not operands.needs_gradient and not _has_mode():
         return _run(operands, out, backend)
@@ -150,7 +157,7 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
     product = operands if operands.activation is None else replace(operands, activation=None)
     arguments = (*operands.tensors, operands.alpha, operands.beta, operands.out_dtype)
     if out is None or product is not operands:
-        # The operator computes no activation: torch applies it, and so differentiates it.
+        # The operator computes no activation: torch applies and differentiates the activation.
         result = _operator(*arguments)
         result = result if product is operands else ACTIVATIONS[operands.activation or ""](result)
         return result if out is None else out.copy_(result)
@@ -164,7 +171,7 @@ def compute_fused(
     """Compute a GEMM with the epilogue of an MLP (epilogue.py); None if torch's library should compute it.
 
     Returns:
-        `d`, and `pre` and `d2` if they are stored.
+        `d`, `pre` and `d2`, with None for `pre` or `d2` if not stored.
     """
     tensors = (operands.gate, operands.up)
     if not dispatch.may_use_triton(backend, operands.a.device, operands.a.dtype) or is_traced():
@@ -187,12 +194,12 @@ def is_traced() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Return whether forward-mode derivatives (jvp, jacfwd) are computed, which our operator lacks."""
+    """Return whether forward-mode derivatives (jvp, jacfwd), which our operator lacks, are active."""
     return forward_ad._current_level >= 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 def are_plain(operands: Operands, *others: Tensor | None) -> bool:
-    """Return whether kernels can read all tensors directly: plain types without a lazy negation."""
+    """Return whether kernels can read all tensors directly: types are plain, and no negation is pending."""
     return all(
         tensor is None or (type(tensor) in PLAIN_TENSORS and not tensor.is_meta and not tensor.is_neg())
         for tensor in (*operands.tensors, *others)
@@ -204,7 +211,8 @@ def _has_mode() -> bool:
 
 
 def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Tensor:
-    """Launch the kernels, or call the library where it is faster or the kernels cannot be compiled."""
+    """Launch the kernels, or call the library if that is faster or the kernels cannot be compiled."""
+    # A grid without programs cannot be launched.
     is_empty = 0 in operands.size
     launch = dispatch.find(operands, out, backend=backend) if not is_empty else None
     if launch is None:
@@ -213,7 +221,7 @@ def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Ten
     if d is None:
         return by_library(operands, out)
     if out is not None:
-        # Kernels write without torch's knowledge: without this, autograd would not notice that `out` changed.
+        # torch does not see what kernels write: without this call, autograd would miss the change of `out`.
         torch.autograd.graph.increment_version(out)
     return d
 
@@ -221,7 +229,7 @@ def _run(operands: Operands, out: Tensor | None, backend: str = "triton") -> Ten
 def _launched(
     launch: Launch, operands: Operands, d: Tensor, pre: Tensor | None = None, d2: Tensor | None = None
 ) -> Tensor | None:
-    """Launch the kernels; warn and return None if they cannot be compiled."""
+    """Launch the kernels; warn and return None if a kernel cannot be compiled."""
     try:
         return launch(operands, d, pre, d2)
     except CannotCompileError as error:
@@ -274,13 +282,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     like_a, like_b, like_c, like_bias = ctx.likes
     needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
+    # In the dtype of A, because both operands of a product have one dtype.
     factor = grad.to(like_a[0])
     return (
         # Gradient of A: dA [*batch, M, K] = alpha * dD [*batch, M, N] @ B^T [*batch, N, K]
         _product(factor, b.mT, ctx.alpha, like_a) if needs_a else None,
         # Gradient of B: dB [*batch, K, N] = alpha * A^T [*batch, K, M] @ dD [*batch, M, N]
         _product(a.mT, factor, ctx.alpha, like_b) if needs_b else None,
-        # Gradients of C, beta * dD, and of the bias [N], dD summed over rows; both over broadcast axes too
+        # dC = beta * dD, and db [N] is dD summed over rows; both are also summed over broadcast axes
         (grad * ctx.beta).sum_to_size(like_c[1]).to(like_c[0]) if needs_c else None,
         grad.sum_to_size(like_bias[1]).to(like_bias[0]) if needs_bias else None,
         *(None,) * (_NUM_INPUTS - 4),
@@ -288,7 +297,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _product(a: Tensor, b: Tensor, alpha: float, like: tuple[torch.dtype, torch.Size]) -> Tensor:
-    """Return alpha * a @ b by our kernels, as in the forward pass, summed to a shape."""
+    """Return alpha * a @ b by our kernels, as in the forward pass, with broadcast axes summed."""
     operands = Operands(a=a, b=b, alpha=alpha, out_dtype=like[0], batch=batch_of(a, b))
     return compute(operands, backend="triton").sum_to_size(like[1])
 

@@ -1,9 +1,10 @@
-"""Measure which backend computes a GEMM fastest, with the operands of its first call and separate results.
+"""Measure which backend computes a GEMM fastest, with the operands of its first call.
 
-`dispatch.choose` calls `measure`. Each candidate first fills NaN-initialized memory, which is compared with
-the result of torch's library. The correct ones then take turns, A B A B, since clocks drift, for 20 ms each
-in total. Triton's `do_bench` puts CUDA events around each call and flushes the L2 cache before it, because in
-a real step the cache holds other data.
+`dispatch.choose` calls `measure`. Each candidate first writes to separate memory, which is filled with NaN,
+and the candidate's result is compared with the result of torch's library. The correct candidates then take
+turns (A B A B), because clocks drift. Each candidate runs for 20 ms in total. Triton's `do_bench` puts CUDA
+events around each call. `do_bench` flushes the L2 cache before a call, because in a real step the cache holds
+other data.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from lightning_eff.kernels.operands import Operands, in_place
 from lightning_eff.kernels.tile_configs import TileConfig
 
 MIN_RATIO = 1.03
-"""How much faster than the library a config has to be; a smaller gain is within the noise of 20 ms."""
+"""Speed relative to the library that a config must exceed; a smaller gain is within the noise of 20 ms."""
 TURNS, TURN_MS = 4, 5
 MAX_ROWS = 256
-"""Number of rows that are compared: a faulty tile affects each of its rows."""
+"""Largest number of rows that are compared. A few rows are enough, as a faulty tile affects all its rows."""
 
 
 def measure(
     operands: Operands, out: Tensor | None, writes: int, configs: Sequence[TileConfig]
 ) -> Choice | None:
-    """Return the fastest of the library and some configs; None if the results would hide a fault.
+    """Return the fastest of the library and some configs; None if the expected result would hide a fault.
 
     Args:
-        operands: Of the first call; they are only read.
-        out: The result tensor of that call, or None for a new one.
+        operands: Operands of the first call; they are not changed.
+        out: The result tensor of the first call; None for a new tensor.
         writes: As in `Operands.shape`.
         configs: The candidates, best-ranked first.
 
     Raises:
-        OutOfMemoryError: There is no room for another result.
+        OutOfMemoryError: A second result does not fit in memory.
 
     Warns:
         UserWarning: A config computes a wrong result.
@@ -56,6 +57,7 @@ def measure(
     d2 = torch.empty_like(d) if operands.up is not None else None
     pre = torch.empty_like(d) if writes > (d2 is not None) else None
     results = [result for result in (d, pre, d2) if result is not None]
+    # A config with `adds` adds to C in memory, so the separate result takes the place of C.
     given = replace(operands, c=d) if adds else operands
 
     def reset() -> None:
@@ -73,7 +75,7 @@ def measure(
     reset()
     expected = [_some_rows(result) for result in library()]
     if not all(bool(rows.isfinite().all() & rows.any()) for rows in expected):
-        return None  # a wrong config could also return 0, infinity or NaN, like float16's first gradients
+        return None  # a wrong config could also return 0, infinity or NaN, as float16's first gradients do
     runs: dict[str, Callable[[], object]] = {LIBRARY: library}
     for config in configs:
         reset()
@@ -87,6 +89,7 @@ def measure(
                 warnings.warn(f"{what}: it is not used", UserWarning, stacklevel=2)
     # In turns, so that a change of the GPU's clock affects all candidates alike.
     turns = [{name: milliseconds(run) for name, run in runs.items()} for _ in range(TURNS)]
+    # The median ignores a turn in which other work slowed the GPU.
     times = {name: median(turn[name] for turn in turns) for name in runs}
     library_ms = times.pop(LIBRARY)
     fastest = min(times, key=lambda name: times[name], default=LIBRARY)
@@ -102,12 +105,14 @@ def _some_rows(result: Tensor) -> Tensor:
 
 
 def is_right(found: Tensor, expected: Tensor) -> bool:
-    """Return whether results differ by less than a few roundings of a row's largest element.
+    """Return whether two results differ by at most four rounding errors of a row's largest element.
 
-    This accepts sums in another order, and roundings before an activation. It detects a missing step of K,
-    which changes an element by the square root of the step's share of K: 1/8 for 4,096 columns.
+    This limit accepts sums in another order, and rounding before an activation. The limit detects a missing
+    step of K. A missing step changes an element by the square root of the step's fraction of K: by 1/8 for
+    4,096 columns.
     """
     found, largest = found.float(), expected.float().abs().amax(1, keepdim=True)
+    # At least 2**-10, because float32 may be multiplied as TF32.
     allowed = 4 * max(torch.finfo(expected.dtype).eps, 2.0**-10) * largest
     return bool(((found - expected.float()).abs() <= allowed).all())
 

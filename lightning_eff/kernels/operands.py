@@ -22,7 +22,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""Activations that the kernels compute. The exact GELU is missing: erf spills registers."""
+"""Activations that the kernels compute. The exact GELU is missing, because erf spills registers."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -30,19 +30,21 @@ class Operands:
     """The checked operands of D = activation(alpha * A @ B + beta * C + bias).
 
     Args:
-        a: `[*batch, M, K]`.
-        b: `[*batch, K, N]`.
-        c: `[*batch, M, N]` after broadcasting; None if it is not read.
-        bias: `[N]`, or None.
+        a: Left matrix, `[*batch, M, K]`.
+        b: Right matrix, `[*batch, K, N]`.
+        c: Matrix to add, `[*batch, M, N]` after broadcasting; None if there is none, or `beta` is 0.
+        bias: Bias, `[N]`, or None.
         out_dtype: Dtype of D.
         batch: Batch axes of D.
         alpha: Factor of the product.
         beta: Factor of `c`.
         activation: One of `ACTIVATIONS`, or None.
-        gate: `[*batch, M, N]`, contiguous: the activation is applied to it instead of the product (the
-            epilogues of MLPs: epilogue.py); or None.
-        up: `[*batch, M, N]`, contiguous: the factor of a gated activation, in its gradient; or None.
-        gradient: The product is the gradient of the activation's result, and D the gradient of its input.
+        gate: Gate of an MLP (epilogue.py), `[*batch, M, N]`, contiguous; the activation is applied to the
+            gate instead of the product. None without a gate.
+        up: Up projection of a gated MLP, `[*batch, M, N]`, contiguous, for the gradient of the activation; or
+            None.
+        gradient: Whether the product is the gradient of the activation's result, and D the gradient of its
+            input.
 
     Attributes:
         M: Rows of D.
@@ -79,7 +81,7 @@ class Operands:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether autograd records operations on them."""
+        """Whether autograd records operations on these tensors."""
         if not torch.is_grad_enabled():
             return False
         return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
@@ -88,9 +90,11 @@ class Operands:
         """Return the properties of the GEMM that the choice of a config depends on.
 
         Args:
-            adds: The result is added to C in memory.
-            writes: Number of matrices that the epilogue stores besides the result: `pre`, `d2` of `Launch`.
+            adds: Whether the result is added to C in memory.
+            writes: Number of matrices that the epilogue stores in addition to the result (`pre` and `d2` of
+                `Launch`).
         """
+        # TMA configs compute single products, so a batch counts as unaligned.
         aligned = not self.batch and is_aligned(self.a) and is_aligned(self.b)
         return Shape(
             M=self.M, N=self.N, K=self.K, dtype=self.a.dtype, out_dtype=self.out_dtype,
@@ -98,7 +102,7 @@ class Operands:
             aligned=aligned and self.N * self.out_dtype.itemsize % TMA_BYTES == 0,
             c_itemsize=self.c.element_size() if self.c is not None else 0, adds=adds,
             layout="".join("n" if matrix.stride(-1) == 1 else "t" for matrix in (self.a, self.b)),
-            # The bias is left out: it costs neither backend a separate pass
+            # The bias is left out, because neither backend needs a separate pass for it
             epilogue=f"{self.activation or ''}{' gradient' if self.gradient else ''}",
             epilogue_reads=(self.gate is not None) + (self.up is not None), epilogue_writes=writes,
             tf32=float32_precision(self.a) == "tf32",
@@ -111,12 +115,13 @@ def float32_precision(a: Tensor) -> str:
 
 
 def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """Return the batch axes of a product; two matrices skip the slow `broadcast_shapes` (microseconds)."""
+    """Return the batch axes of a product: none for two matrices, otherwise the broadcast axes."""
+    # For two matrices `broadcast_shapes` is not called, because a call takes microseconds.
     return () if a.ndim == b.ndim == 2 else tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether TMA can copy a matrix: contiguous along one axis, its rows 16-byte aligned.
+    """Return whether TMA can copy a matrix: contiguous along one axis, and with rows aligned to 16 bytes.
 
     Example:
         >>> is_aligned(torch.zeros(4, 8)), is_aligned(torch.zeros(4, 8).T), is_aligned(torch.zeros(4, 9))
@@ -142,11 +147,11 @@ def check_operands(
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
 ) -> Operands:
-    """Check that operands fit together, broadcast them, and return them.
+    """Check that operands fit together, and return the broadcast operands.
 
     Raises:
         ValueError: Shapes or devices do not fit, or the activation is unknown.
-        RuntimeError: A shape cannot be broadcast; torch's own error.
+        RuntimeError: A shape cannot be broadcast; torch raises this error.
         TypeError: The kernels do not support a dtype, or two dtypes differ.
     """
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
@@ -178,12 +183,12 @@ def check_operands(
 
 
 def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor | None]:
-    """Return the GEMM as one product, [batch * M, K] @ [K, N], if B is a matrix and no copy is needed."""
+    """Return the GEMM as one product, [batch * M, K] @ [K, N], if B is a matrix and A needs no copy."""
     if not operands.batch or operands.b.ndim > 2:
         return operands, out
     rows = math.prod(operands.batch) * operands.M
     try:
-        # `view` copies nothing: it raises if the batch axes cannot be merged.
+        # `view` never copies: if the batch axes cannot be merged, `view` raises an error.
         a, c, out_rows = (
             tensor.view(rows, tensor.shape[-1]) if tensor is not None else None
             for tensor in (operands.a, operands.c, out)
@@ -194,10 +199,11 @@ def fold_batch(operands: Operands, out: Tensor | None) -> tuple[Operands, Tensor
 
 
 def check_out(operands: Operands, out: Tensor) -> None:
-    """Check that the result can be written to a tensor.
+    """Check that the result can be written to `out`.
 
     Raises:
-        ValueError: Its shape, dtype or device differs, or several of its elements share memory.
+        ValueError: `out` differs from the result in shape, dtype or device, or some of its elements share
+            memory.
         RuntimeError: An operand or `out` needs a gradient, which `out` does not support.
     """
     if out.shape != operands.size or out.dtype != operands.out_dtype or out.device != operands.a.device:
@@ -205,7 +211,7 @@ def check_out(operands: Operands, out: Tensor) -> None:
             f"out is {out.dtype} {list(out.shape)} on {out.device}: "
             f"expected {operands.out_dtype} {list(operands.size)} on {operands.a.device}"
         )
-    reached = 0  # last offset reached by axes of smaller strides: the next stride must exceed it
+    reached = 0  # last offset within axes of smaller strides: the next stride must be larger
     for stride, length in sorted(zip(out.stride(), out.shape, strict=True)) if out.numel() else ():
         if length > 1 and stride <= reached:
             raise ValueError(f"out has strides {out.stride()}: expected that no two elements share memory")
@@ -225,15 +231,15 @@ def in_place(c: Tensor, out: Tensor) -> bool:
 
 
 def overlaps_operand(operands: Operands, out: Tensor) -> bool:
-    """Return whether writing `out` may overwrite an operand before it is read; C in place is fine."""
+    """Return whether writing `out` may overwrite an operand before kernels read it; `out` may be C itself."""
     if torch.compiler.is_compiling() or out.is_meta or is_fake(out):
         return False
     c = None if operands.c is None or in_place(operands.c, out) else operands.c
-    spans: list[tuple[int, int]] = []  # per tensor: address of its first element, and one past its last
+    spans: list[tuple[int, int]] = []  # per tensor: addresses of the first byte, and after the last
     read = (operands.a, operands.b, c, operands.bias)
     for tensor in (out, *(tensor for tensor in read if tensor is not None and tensor.numel())):
         steps = zip(tensor.shape, tensor.stride(), strict=True)
-        # From the first to the last element; strides of 0 or more are assumed, as torch has no others.
+        # From the first to the last element; torch has no negative strides.
         num_elements = 1 + sum((length - 1) * stride for length, stride in steps)
         spans.append((tensor.data_ptr(), tensor.data_ptr() + num_elements * tensor.element_size()))
     begin, end = spans[0]

@@ -1,9 +1,10 @@
-"""The configs that the kernels can be launched with, and the properties of a GEMM that decide which ones fit.
+"""The configs that the kernels can be launched with, and the properties of a GEMM that select among them.
 
-tiles.py ranks the configs, launch.py launches one. The tests compile every config for sm_90, and the pointer
-configs for sm_80 too, with sizes and strides that are multiples of 16 and with others. They check that no
-register is spilled, no stack is used, and `shared_bytes` is what the compiler reports. Larger pointer tiles
-(128 x 128) spill where nothing is a multiple of 16.
+tiles.py ranks the configs, and launch.py launches the chosen config. The tests compile every config for
+sm_90, and the pointer configs also for sm_80. The tests use sizes and strides that are multiples of 16, and
+others that are not. The tests check that registers do not spill, that no stack is used, and that
+`shared_bytes` matches the compiler's report. Larger pointer tiles (128 x 128) spill if no size is a multiple
+of 16.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class TileConfig:
     """One way to run the kernels.
 
     Args:
-        kernel: `gemm_tma` or `gemm_pointers`.
+        kernel: `tma` for `gemm_tma`, `pointers` for `gemm_pointers`.
         block_m: Rows of a tile of D.
-        block_n: Its columns.
+        block_n: Columns of a tile of D.
         block_k_bytes: Depth of a step through K, in bytes of a row.
-        num_warps: Warps that share a tile.
-        num_stages: Steps whose loads are in flight at once.
-        subtiles: Number of tiles in which a finished tile is stored; more of them need less shared memory.
-        adds: The finished tile is added to the result in memory, and C is never read.
-        split_k: Number of ranges of K that are computed separately, and summed by `reduce_split_k`.
+        num_warps: Number of warps that share a tile.
+        num_stages: Number of steps whose loads are in flight at the same time.
+        subtiles: Number of parts in which a finished tile is stored; more parts need less shared memory.
+        adds: Whether the finished tile is added to the result in memory; C is then never read.
+        split_k: Number of ranges of K that are computed separately; `reduce_split_k` sums their results.
         efficiency: Fraction of the peak that the inner loop reaches on a full device.
     """
 
@@ -53,15 +54,17 @@ class TileConfig:
         return ", ".join([text, *(mark for mark, holds in marks.items() if holds)])
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Return the shared memory in bytes that `gemm_tma` uses at most.
+        """Return the largest shared memory, in bytes, that `gemm_tma` uses.
 
-        It holds num_stages * (block_m + block_n) * block_k of operands, a finished tile [block_m, block_n /
-        subtiles] of D, and one more tile for C, gate and up, which are read one after the other.
+        Shared memory holds num_stages * (block_m + block_n) * block_k elements of operands, a finished tile
+        [block_m, block_n / subtiles] of D, and one more tile for C, gate and up, which are read one after the
+        other.
         """
         out_itemsize, c_itemsize = shape.out_itemsize, shape.c_itemsize
         if self.split_k > 1:  # float32 sums; the epilogue runs in reduce_split_k
             out_itemsize, c_itemsize = 4, 0
         elif c_itemsize or shape.epilogue_reads:
+            # One buffer serves C, gate and up in turn, so the widest element decides.
             c_itemsize = 0 if self.adds else max(c_itemsize, out_itemsize)
         finished = self.block_m * self.block_n // self.subtiles
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k_bytes
@@ -86,7 +89,7 @@ CONFIGS: tuple[TileConfig, ...] = (
 )
 """All configs that can be launched."""
 BY_NAME = {str(config): config for config in CONFIGS}
-"""By their names in files and reports."""
+"""All configs by their names in files and reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +97,22 @@ class Shape:
     """The properties of a GEMM that the choice of a config depends on.
 
     Args:
-        M: Rows of A and of D: tokens, in a linear layer's forward pass.
+        M: Rows of A and of D (tokens, in a linear layer's forward pass).
         N: Columns of B and of the product.
         K: Columns of A and rows of B.
-        dtype: Of A and B.
-        out_dtype: Of the result; None for `dtype`.
+        dtype: Dtype of A and B.
+        out_dtype: Dtype of the result; None if it equals `dtype`.
         batch: Number of independent products.
-        aligned: Every row that TMA copies starts at a multiple of 16 bytes.
-        c_itemsize: Bytes per element of C; 0 if it is not read.
-        epilogue_reads: Number of matrices [M, N] that the epilogue reads besides C: `gate`, `up`. Their
-            elements are at most as wide as the result's.
-        epilogue_writes: Number of matrices that it writes besides the result: `pre`, `d2`.
-        adds: The result may be added in memory.
-        layout: `nn`, `nt`, `tn` or `tt`: whether A and B are stored by rows (n) or transposed (t).
+        aligned: Whether every row that TMA copies starts at a multiple of 16 bytes.
+        c_itemsize: Bytes per element of C; 0 if C is not read.
+        epilogue_reads: Number of matrices [M, N] that the epilogue reads in addition to C (`gate` and `up`).
+            The elements of these matrices are at most as wide as the elements of the result.
+        epilogue_writes: Number of matrices that the epilogue writes in addition to the result (`pre` and
+            `d2`).
+        adds: Whether the result may be added in memory.
+        layout: Storage of A and B, each by rows (n) or transposed (t): `nn`, `nt`, `tn` or `tt`.
         epilogue: The activation or its gradient, for which torch needs a separate pass; empty if none.
-        tf32: float32 is multiplied as TF32.
+        tf32: Whether float32 is multiplied as TF32.
     """
 
     M: int

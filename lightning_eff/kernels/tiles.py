@@ -1,10 +1,11 @@
-"""Predict the time of a GEMM with each tile config on a device, rank the configs, and explain the best one.
+"""Predict the time of a GEMM with each tile config on a device, rank configs, and explain the best config.
 
 A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N. An SM computes one tile at a time, so tiles run in
-waves of as many as the device has SMs. Four losses are modelled. Wave quantization: SMs without a tile in the
-last wave. Tile quantization: elements beyond the edge. Operands that are read again because the L2 cache is
-too small. Rows that do not start at a multiple of 16 bytes, which the tensor memory accelerator (TMA) cannot
-copy. Times are predictions. dispatch.py uses the ranking, `explain_tiles` is for users.
+waves, with one tile per SM. The cost model contains four losses. Wave quantization: in the last wave, some
+SMs have no tile. Tile quantization: tiles at the edge also compute elements beyond the result. Repeated
+reads: operands are read again if the L2 cache is too small. Alignment: the tensor memory accelerator (TMA)
+can copy only rows that start at a multiple of 16 bytes. Times are predictions. dispatch.py uses the ranking,
+and `explain_tiles` is for users.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from lightning_eff.kernels.operands import DTYPES
 from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileConfig
 
 KERNEL_LAUNCH_S = 5e-6
-"""Seconds from the end of one kernel to the start of the next."""
+"""Seconds from the end of one kernel to the start of the next kernel."""
 MIN_WAVE_EFFICIENCY = 0.95
-"""Fraction of the SMs' time that a recommended size must use: 1 - wave quantization."""
+"""Fraction of the SMs' time that a recommended size must use, which is 1 - wave quantization."""
 ALIGNED_SIZE = 64
-"""Recommended N and K are multiples of it: whole steps of K, and more alignment than TMA requires."""
+"""Recommended N and K are multiples of 64, for full steps of K and more alignment than TMA requires."""
 MARGIN_BYTES = 2048
-"""Shared memory that a kernel uses besides tiles, at most: barriers, and scratch memory of the epilogue."""
+"""Most shared memory that a kernel uses in addition to tiles: barriers, and the epilogue's scratch memory."""
 
 
 class Cost:
@@ -36,20 +37,20 @@ class Cost:
     Args:
         shape: Properties of the GEMM.
         config: Config of the kernel.
-        device: The device that computes it.
+        device: The device that computes the GEMM.
 
     Attributes:
-        grid: Tiles along M and along N.
+        grid: Number of tiles along M and along N.
         num_tiles: Tiles of all products, times the number of splits of K.
-        waves: Tiles per SM.
+        waves: Number of tiles per SM.
         wave_quantization: Fraction of the SMs' time that is idle in the last wave.
         tile_quantization: Fraction of the computed elements that are beyond the edge of the result.
-        depth: Columns of A that one tile reads, in whole steps.
-        l2_bytes: Bytes from the L2 cache to the SMs: both operands of every tile.
-        memory_bytes: Bytes to and from memory: D, and the operands once per wave, or once in total if the L2
-            cache holds them.
-        bound: What takes longest: `computing`, `memory` or `the cache`.
-        seconds: Predicted time of `bound` plus one kernel launch, two with split K.
+        depth: Number of columns of A that one tile reads, rounded up to full steps.
+        l2_bytes: Bytes from the L2 cache to the SMs, for both operands of every tile.
+        memory_bytes: Bytes to and from memory, for D and the operands. Operands are read once per wave, or
+            once in total if the L2 cache holds them.
+        bound: The resource that takes longest: `computing`, `memory` or `the cache`.
+        seconds: Predicted time: the time of `bound` plus one kernel launch, or two launches with split K.
         peak_fraction: Predicted fraction of the device's peak.
     """
 
@@ -92,7 +93,7 @@ class Cost:
             "memory": self.memory_bytes / (device.memory_gbs * 1e9),
             "the cache": self.l2_bytes / (device.l2_gbs * 1e9),
         }
-        # The three overlap, so the slowest one determines the time.
+        # The three resources work at the same time, so the slowest determines the time.
         self.bound = max(times, key=lambda resource: times[resource])
         self.seconds = times[self.bound] + KERNEL_LAUNCH_S * (2 if config.split_k > 1 else 1)
         self.peak_fraction = 2 * elements * shape.K / self.seconds / peak
@@ -101,7 +102,7 @@ class Cost:
 def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
     """Return whether a config can compute a shape on a device."""
     if config.split_k > 1:
-        # Worth it if most SMs would be idle otherwise, and each split has at least two steps.
+        # Split K is worth it if most SMs would be idle otherwise, and each split has at least two steps.
         num_tiles = shape.batch * -(-shape.M // config.block_m) * -(-shape.N // config.block_n)
         is_long = 2 * config.split_k * (config.block_k_bytes // shape.dtype.itemsize) <= shape.K
         if not is_long or 2 * num_tiles > device.num_sms:
@@ -109,17 +110,18 @@ def fits(config: TileConfig, shape: Shape, device: Device) -> bool:
     if config.kernel == "tma":
         if not _has_tma(shape, device) or not shape.aligned or shape.batch != 1 or config.adds > shape.adds:
             return False
-        # Storing a whole 128 x 256 tile twice (also as `pre`) spills registers with the GELU; halves do not.
+        # With GELU, storing a full 128 x 256 tile twice (also as `pre`) spills registers; storing halves does
+        # not.
         if shape.epilogue_writes and config.subtiles == config.split_k == 1:
             return False
         return config.shared_bytes(shape) + MARGIN_BYTES <= device.shared_bytes
-    # With more than two epilogue matrices (SwiGLU's gradient), threads with more than 16 elements spill.
+    # With more than two epilogue matrices (SwiGLU's gradient), registers spill above 16 elements per thread.
     is_crowded = shape.epilogue_reads + shape.epilogue_writes > 2 and config.split_k == 1
     return not is_crowded or config.block_m * config.block_n <= 16 * 32 * config.num_warps
 
 
 def _has_tma(shape: Shape, device: Device) -> bool:
-    """Return whether TMA can feed the tensor cores: Hopper or later, and not float32 unless as TF32."""
+    """Return whether TMA can feed the tensor cores: on Hopper or later, and in float32 only as TF32."""
     return device.capability >= 90 and (shape.dtype != torch.float32 or shape.tf32)
 
 
@@ -139,13 +141,14 @@ def rank_configs(shape: Shape, device: Device) -> list[Cost]:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why a shape runs as fast as it does; `str` returns the text.
+    """The reasons for the predicted speed of a shape; `str` returns the text.
 
     Args:
         cost: The cost of the best-ranked config.
-        fitting_m: M if it fills the device, else the next smaller and the next larger M that do.
-        aligned_n: N if TMA can copy its rows, else the next multiple of 64.
-        aligned_k: The same for K.
+        fitting_m: M if it fills the device, otherwise the next smaller and the next larger M that fill the
+            device.
+        aligned_n: N if TMA can copy rows of N elements, otherwise the next multiple of 64.
+        aligned_k: K if TMA can copy rows of K elements, otherwise the next multiple of 64.
     """
 
     cost: Cost
@@ -196,8 +199,8 @@ def explain_tiles(
         M: Rows of A, for example tokens.
         N: Columns of B, for example output features.
         K: Columns of A, for example input features.
-        dtype: Of both operands and the result.
-        device: A name of `devices.DEVICES`, `cpu`, or a `Device`.
+        dtype: Dtype of both operands and the result.
+        device: A name in `devices.DEVICES`, the name `cpu`, or a `Device`.
 
     Raises:
         ValueError: A size is below 1, the device is unknown, or the kernels do not support the dtype.
@@ -228,15 +231,16 @@ def explain_tiles(
 
 
 def _fitting_m(cost: Cost) -> tuple[int, ...]:
-    """Return M if it fills the device, else the next smaller and larger M that do, in whole tiles."""
+    """Return M if it fills the device, else the next smaller and larger M that fill it, in full tiles."""
     # With less than one wave, another M gains nothing.
     if 1.0 - cost.wave_quantization >= MIN_WAVE_EFFICIENCY or cost.waves < 1.0:
         return (cost.shape.M,)
     block, num_sms, rows = cost.config.block_m, cost.device.num_sms, cost.grid[0]
     fitting: list[int] = []
-    # Numbers of tile rows: the nearest one below M, then the nearest one above it.
+    # Candidates are numbers of tile rows: the nearest below M, then the nearest above M.
     for candidates in (range(rows - 1, 0, -1), range(rows + 1, rows + 2 * num_sms + 1)):
         for num_rows in candidates:
+            # For another M, another config may be ranked first.
             best = rank_configs(replace(cost.shape, M=num_rows * block), cost.device)[0]
             is_full = best.waves >= 1.0 and 1.0 - best.wave_quantization >= MIN_WAVE_EFFICIENCY
             if is_full and best.config.split_k == 1:

@@ -1,1 +1,1 @@
-"""Optimizers that no library offers as a `torch.optim.Optimizer`; most of them wrap existing optimizers."""
+"""Optimizers that no library offers as a `torch.optim.Optimizer`; most wrap existing optimizers."""

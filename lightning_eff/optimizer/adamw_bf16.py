@@ -1,20 +1,23 @@
-"""AdamW with its state in bfloat16, and with bfloat16 weights that small updates still move.
+"""AdamW with bfloat16 state, and with bfloat16 weights if requested; small updates are not lost.
 
-A bfloat16 number has 8 bits of precision. So an update below half of a weight's last bit is lost in every
-step when the sum is rounded to nearest. A running average that changes by 0.1 % per step (`exp_avg_sq` with
-beta2 = 0.999) never changes at all. Here a step is computed in float32, and values stored in bfloat16 are
-rounded stochastically. They are rounded up with a probability equal to the fraction that is cut off, so the
-stored value is correct on average. Float32 weights are updated in float32.
+A bfloat16 number has 8 bits of precision. If sums are rounded to nearest, an update below half of a weight's
+last bit is lost in every step. A running average that should change by 0.1 % per step (`exp_avg_sq` with
+beta2 = 0.999) never changes. Here a step is computed in float32, and values stored in bfloat16 are rounded
+stochastically. The probability of rounding up equals the fraction that would be cut off, so a stored value is
+correct on average. Float32 weights are updated in float32.
 
-The random bits of a tensor depend only on `seed`, its step and its position among the parameters. So a
-resumed run continues bit for bit, all ranks of DDP stay equal, and the global random state is not touched.
+The random bits of a tensor depend only on `seed`, the step, and the position of the tensor among the
+parameters. So a resumed run continues bit for bit, all ranks of DDP stay equal, and the global random state
+is not touched.
 
-Why not a second bfloat16 tensor for the cut-off bits (Kahan summation): it needs 2 more bytes per parameter.
+Why not a second bfloat16 tensor for the cut-off bits (Kahan summation): that tensor needs 2 more bytes per
+parameter.
 
-Saves: half of AdamW's state, and with bfloat16 weights the updates that rounding would lose.
+Saves: half of AdamW's state; in bfloat16 weights, the small updates that rounding to nearest would lose.
 Costs: about 30 small kernels per tensor, and 16 random bits for each rounded value; 4 bytes of state per
-    parameter, and temporaries for at most 2**20 values. Each step adds noise of up to a last bit to a weight.
-When not: float32 state fits, and weights are float32.
+    parameter, and temporaries for at most 2**20 values. Each step adds noise of up to one last bit to a
+    bfloat16 weight.
+When not: float32 state fits in memory, and weights are float32.
 Conflicts: parameters that are neither float32 nor bfloat16, and sparse gradients, are rejected.
 Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192; AdamW as torch.optim.AdamW computes it
 """
@@ -42,25 +45,25 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of weights."""
 CHUNK = 1 << 20
-"""Values updated at a time, to bound the temporaries; whole rows, so a single row may have more."""
+"""Most values that are updated at once, to bound the temporaries; a single row may have more values."""
 NOT_COMPUTED = ("maximize", "amsgrad")
-"""Unsupported options of torch's AdamW, whose state can be loaded."""
+"""Options of torch's AdamW that are not supported; a state that has them set is rejected."""
 NUM_TEMPORARIES = 5
-"""Float32 values that a step holds at once, per value of a chunk."""
+"""Number of float32 temporaries that a step holds for each value of a chunk."""
 LARGEST = torch.finfo(torch.bfloat16).max
 LOW_BITS = 16
-"""Bits that a float32 has and a bfloat16 lacks."""
+"""Number of bits by which a float32 is longer than a bfloat16."""
 
 
 def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return `value` in bfloat16, rounded up or down at random so that the mean is `value`.
 
-    A value that bfloat16 can represent is unchanged. NaN, infinities and values beyond bfloat16's largest,
-    which has no upper neighbour, are rounded to nearest.
+    A value that bfloat16 can represent is unchanged. NaN, infinities and values beyond the largest bfloat16
+    are rounded to nearest, because the largest bfloat16 has no upper neighbour.
 
     Args:
-        value: Of any shape; a dtype other than float32 is converted first.
-        generator: On the device of `value`; None for the global one.
+        value: Tensor of any shape; a dtype other than float32 is first converted to float32.
+        generator: Generator on the device of `value`; None for the global generator.
 
     Example:
         >>> rounded = round_stochastically(torch.full((1000,), 1 + 2**-9))
@@ -68,8 +71,8 @@ def round_stochastically(value: Tensor, generator: torch.Generator | None = None
         ([1.0, 1.0078125], torch.bfloat16)
     """
     value = value.float()
-    # The bits of a float grow with its magnitude, also for subnormal numbers. Adding 0 to 0xffff carries into
-    # the kept bits with the right probability, away from zero for either sign.
+    # The bits of a float grow with its magnitude, also for subnormal numbers. Adding a random number from 0
+    # to 0xffff carries into the kept bits with the right probability, away from zero for either sign.
     bits = torch.empty_like(value, dtype=torch.int32).random_(0, 1 << LOW_BITS, generator=generator)
     bits.add_(value.view(torch.int32)).bitwise_and_(-1 << LOW_BITS)
     # The sum overflows for CUDA's NaN (0x7fffffff), and the mask turns other NaNs into infinity.
@@ -78,19 +81,19 @@ def round_stochastically(value: Tensor, generator: torch.Generator | None = None
 
 
 class AdamWBf16(Optimizer):
-    """AdamW with bfloat16 state, whose stored values are rounded stochastically.
+    """AdamW with bfloat16 state; values stored in bfloat16 are rounded stochastically.
 
     Args:
-        params: Parameters or groups, in float32 or bfloat16.
+        params: Parameters or parameter groups, in float32 or bfloat16.
         lr: Learning rate.
-        betas: Decay of the two running averages.
-        eps: Added to the denominator.
-        weight_decay: Fraction of `lr`; a group may have its own.
-        seed: Seed of the random bits; equal on all ranks.
+        betas: Decay rates of the two running averages.
+        eps: Number that is added to the denominator.
+        weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
+        seed: Seed of the random bits, which must be equal on all ranks.
 
     Raises:
-        ConfigError: A number is out of range, a parameter has another dtype, a gradient is sparse, or a
-            loaded state has unsupported options of torch's AdamW.
+        ConfigError: A number is out of range, a parameter has an unsupported dtype, a gradient is sparse, or
+            a loaded state has unsupported options of torch's AdamW.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
@@ -105,10 +108,11 @@ class AdamWBf16(Optimizer):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it instead of an AdamW with float32 state."""
+        """Suggest this optimizer instead of an AdamW with float32 state."""
         trained = [each for each in run.module.parameters() if each.requires_grad]
         if not run.has_adamw or any(each.dtype != torch.float32 for each in trained):
             return None
+        # float32 state becomes bfloat16, and chunks replace the temporaries of torch's step.
         factors = {i: 0.5 for i, each in enumerate(run.allocations) if each.category == STATE}
         factors |= dict.fromkeys(run.step_temporaries(), 0.0)
         num_values = min(CHUNK, max((each.numel() for each in trained), default=0))
@@ -119,9 +123,9 @@ class AdamWBf16(Optimizer):
         )
 
     elementwise = True
-    """Each element is updated by itself, so strategies may flatten and split parameters."""
+    """Each element is updated independently, so strategies may flatten and split parameters."""
     first_index = 0
-    """Position of the first parameter; a wrapper with one optimizer per parameter sets it."""
+    """Position of the first parameter; a wrapper with one optimizer per parameter sets this number."""
 
     @check_arguments
     def __init__(
@@ -154,6 +158,8 @@ class AdamWBf16(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group, index)
+                # Parameters without a gradient count too, so that the random bits of other parameters stay
+                # the same.
                 index += 1
         return loss
 
@@ -162,15 +168,16 @@ class AdamWBf16(Optimizer):
         if gradient is None or gradient.layout != torch.strided:
             value, allowed = "AdamWBf16 got a sparse gradient", "dense ones: Embedding(..., sparse=False)"
             raise ConfigError(key="", value=value, allowed=allowed)
-        _check_dtype(parameter)  # again: when it was added it may have been frozen, or had another dtype
+        _check_dtype(parameter)  # again: a frozen parameter was not checked before
         if not state:
             for name in AVERAGES:
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        # A number, not a tensor: a state of exactly 4 bytes per parameter has no room for a tensor.
+        # A Python number, because a tensor would add to the 4 bytes of state per parameter.
         step = state["step"] = int(state.get("step", 0)) + 1
         tensors = [_local(each) for each in (parameter, gradient, *(state[name] for name in AVERAGES))]
         generator = torch.Generator(tensors[0].device)
-        # The random bits depend on seed, step, parameter and shard only, so a resumed run draws the same.
+        # The random bits depend only on seed, step, parameter and shard, so a resumed run draws the same
+        # bits.
         text = f"{group['seed']} {step} {index} {_shard_of(parameter)}"
         # A digest, since CPU generators use only the low 32 bits of a seed.
         generator.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
@@ -189,7 +196,7 @@ class AdamWBf16(Optimizer):
         self.restore_state_dtype()
 
     def restore_state_dtype(self) -> None:
-        """Convert averages back to bfloat16; `Optimizer.load_state_dict` casts them to the weights' dtype."""
+        """Restore bfloat16 averages: `Optimizer.load_state_dict` casts state to the weights' dtype."""
         for state in self.state.values():
             for name in [name for name in AVERAGES if name in state]:
                 state[name] = state[name].to(torch.bfloat16)
@@ -227,17 +234,19 @@ def _adamw(
     step: int,
     group: dict[str, Any],
 ) -> None:
-    """Update some rows in float32 like torch's loop over tensors, and round values stored in bfloat16."""
+    """Update some rows in float32, like torch's for-loop AdamW, and round values stored in bfloat16."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     gradient = gradient.float()
+    # Averages as in torch: m = beta1 * m + (1 - beta1) * g, and v with beta2 and g^2.
     mean = exp_avg.float().lerp_(gradient, 1 - beta1)
     square = exp_avg_sq.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     exp_avg.copy_(round_stochastically(mean, generator))
-    # The update below uses the averages before rounding: only what is stored is rounded.
+    # The update below uses the averages before rounding: only stored values are rounded.
     exp_avg_sq.copy_(round_stochastically(square, generator))
     # sqrt(v / (1 - beta2^t)) + eps, in place.
     denominator = square.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-    updated = weight.float()  # the weight itself if it is float32
+    updated = weight.float()  # no copy of a float32 weight
+    # Decoupled weight decay, before the update as in torch.
     updated.mul_(1 - lr * group["weight_decay"])
     updated.addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
     if weight.dtype != torch.float32:
@@ -249,7 +258,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_of(parameter: Tensor) -> list[int]:
-    """Return this rank's shard coordinates: shards get different random bits, replicas the same."""
+    """Return this rank's shard coordinates: shards get different random bits, replicas equal ones."""
     if not isinstance(parameter, DTensor):
         return []
     coordinate = parameter.device_mesh.get_coordinate() or ()

@@ -1,17 +1,18 @@
-"""Keep the optimizer's state in host memory and step there.
+"""Keep the optimizer's state in host memory, and step on the CPU.
 
-Each parameter has a copy on the host, with its own optimizer. In a step, values and gradients are copied to
-the host one after the other on a side stream. Each parameter is stepped as soon as its copies arrive, and its
-new value is copied back during the next parameter's step. The device holds only parameters and gradients.
-Schedulers, clipping, accumulation and checkpoints see one optimizer. Its state stays on the host when a
-checkpoint is loaded, and a checkpoint has the layout of the optimizer that does the work.
+Each parameter has a copy on the host, and each copy has its own optimizer. In a step, values and gradients
+are copied to the host one after the other on a side stream. Each parameter is stepped as soon as its copies
+arrive, and its new value is copied back during the next parameter's step. The device holds only parameters
+and gradients. Schedulers, clipping, accumulation and checkpoints see one optimizer. The state stays on the
+host when a checkpoint is loaded, and a checkpoint has the layout of the inner optimizer.
 
 Saves: the optimizer's state on the device, 8 bytes per parameter with AdamW.
 Costs: three copies of the parameters' size over the bus per step, and a step at the CPU's speed; pinned host
     memory for parameters, gradients and state.
-When not: the state fits; the CPU is slow and the batch small, since the step waits for it.
-Conflicts: a model on the CPU, with a warning: its state is on the host already. Sharding strategies are
-    rejected: they move state themselves.
+When not: the state fits in device memory. With a slow CPU and a small batch, training waits for the CPU's
+    step.
+Conflicts: a model on the CPU gets a warning, because its optimizer state is on the host already. Sharding
+    strategies are rejected, because they move state themselves.
 Source: Ren et al. 2021, https://arxiv.org/abs/2101.06840
 """
 
@@ -46,12 +47,12 @@ class CpuOffload(PerParameter):
     """An optimizer with state and step on the CPU, for a model on another device.
 
     Args:
-        params: Parameters or groups.
+        params: Parameters or parameter groups.
         lr: Learning rate.
-        weight_decay: Fraction of `lr`; a group may have its own.
-        optimizer: Steps each parameter: a class of torch.optim, or another class that keeps its state per
-            parameter, without `lr` and `weight_decay`; None is fused AdamW.
-        pin_memory: Keep the host's copies in page-locked memory, which copies faster and asynchronously.
+        weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
+        optimizer: Class that steps each parameter, from torch.optim or another class with state per
+            parameter. The class gets `lr` and `weight_decay` from the arguments above. None for fused AdamW.
+        pin_memory: Keep the host's copies in page-locked memory, so that copying is faster and asynchronous.
 
     Raises:
         ConfigError: The learning rate is also set for the inner optimizer.
@@ -84,7 +85,7 @@ class CpuOffload(PerParameter):
         self.pin_memory = pin_memory
         self._side_stream: torch.cuda.Stream | None = None
         self._has_warned = False
-        # Not a method: a reference cycle would keep this optimizer, and with it the host's memory, alive.
+        # Not a bound method, whose reference cycle would keep this optimizer and the host's memory alive.
         super().__init__(
             params,
             optimizer,
@@ -95,7 +96,7 @@ class CpuOffload(PerParameter):
 
     @staticmethod
     def facts() -> Facts:
-        """Return where it has no effect, and the strategies that move state themselves."""
+        """Return the conflicts: a model on the CPU, and strategies that move state themselves."""
         reason, remedies = "the optimizer's state is on the CPU already", (TO_ADAMW,)
         no_effect = Rule(name="run/cpu", reason=reason, remedies=remedies, verdict=Verdict.WARNED)
         return Facts(excludes=(no_effect, *PLACES_STATE))
@@ -105,6 +106,7 @@ class CpuOffload(PerParameter):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             inner_state, copy = self._inner[parameter].state, self.copies[parameter]
+            # A dict that moves every tensor to the host, whatever state the inner optimizer creates.
             inner_state[copy] = HostState(inner_state.get(copy, {}))
 
     @override
@@ -118,7 +120,7 @@ class CpuOffload(PerParameter):
             if arrived is not None:
                 arrived.synchronize()
             self.step_parameter(parameter)
-            # Overlaps with the next parameter's step; the next fetch waits for it before it reuses the copy.
+            # This copy overlaps with the next parameter's step; the next fetch waits for this copy.
             parameter.copy_(self.copies[parameter], non_blocking=True)
         if fetched and not self._has_warned and all(p.device == HOST for p, _ in fetched):
             self._has_warned = True
@@ -127,10 +129,10 @@ class CpuOffload(PerParameter):
         return loss
 
     def _fetch(self, parameter: Tensor) -> torch.Event | None:
-        """Start copying value and gradient to the host; return the event of their arrival.
+        """Start copying value and gradient to the host; return the event of their arrival, or None.
 
-        None means that they have arrived. The value is copied in every step, because other code may change
-        the parameter through `.data`, which leaves no trace.
+        None means that value and gradient have arrived already. The value is copied in every step, because
+        other code may change the parameter through `.data`, which leaves no trace.
         """
         copy, gradient = self.copies[parameter], parameter.grad
         # A sparse gradient has another number of rows in each step, so its memory is not reused.
@@ -138,7 +140,7 @@ class CpuOffload(PerParameter):
             copy.copy_(parameter.detach())
             copy.grad = None if gradient is None else gradient.to(HOST)
             return None
-        # Kept between steps: allocating pinned memory is slow.
+        # The host's gradient is kept between steps, because allocating pinned memory is slow.
         if copy.grad is None or copy.grad.layout != torch.strided:
             copy.grad = torch.empty_like(copy, pin_memory=copy.is_pinned())
         if not parameter.is_cuda:
@@ -176,10 +178,11 @@ class CpuOffload(PerParameter):
         for parameter, copy in self.copies.items():
             if copy in loaded:
                 self.state[parameter] = HostState(loaded[copy])
+        # The inner optimizers must step with the loaded state.
         self.share_state()
 
     def outcome(self) -> Outcome:
-        """Report the bytes that it keeps on the host."""
+        """Report the bytes of copies and state on the host."""
         num_bytes = sum(copy.nbytes for copy in self.copies.values())
         num_bytes += sum(v.nbytes for s in self.state.values() for v in s.values() if isinstance(v, Tensor))
         did = f"{human_bytes(num_bytes)} of copies and state on the host"

@@ -1,15 +1,17 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-So the gradients of only one layer exist at a time. Schedulers and checkpoints see one optimizer, inside which
-each parameter has its own. A checkpoint has the layout of the inner optimizer over the same groups, so each
-of the two classes can load a checkpoint of the other.
+So only one layer's gradients exist at a time. Schedulers and checkpoints see one optimizer, in which each
+parameter has a separate inner optimizer. A checkpoint has the layout of the inner optimizer over the same
+groups. So this class can load a checkpoint of the inner class, and the inner class can load a checkpoint of
+this class.
 
-Saves: gradients: only one layer's exist at a time.
-Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm, only by
-    each parameter's own (`max_parameter_norm`). Hooks that read gradients before the step find none.
+Saves: memory for gradients, because only one layer's gradients exist at a time.
+Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm;
+    `max_parameter_norm` clips each gradient by its own norm. Hooks that read gradients before the step find
+    no gradients.
 When not: gradients are accumulated, clipped by their total norm, or scaled.
 Conflicts: gradient accumulation, micro-batches, the Trainer's clipping, a gradient scaler, several devices
-    and manual optimization are rejected: each needs the gradients after the backward pass.
+    and manual optimization are rejected, because they need the gradients after the backward pass.
 Source: Lv et al. 2023, https://arxiv.org/abs/2306.09782;
     https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
@@ -61,19 +63,21 @@ REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
         ),
     ),
 }
-"""For each conflict that needs the gradients after the backward pass: the reason, and its remedy if any."""
+"""For each conflict that needs the gradients after the backward pass, the reason, and a remedy if
+possible."""
 
 
 class InBackward(PerParameter):
     """An optimizer that steps while the backward pass runs.
 
     Args:
-        params: Parameters or groups.
+        params: Parameters or parameter groups.
         lr: Learning rate.
-        weight_decay: Fraction of `lr`; a group may have its own.
-        optimizer: Steps each parameter: a class of torch.optim, or another class that keeps its state per
-            parameter, without `lr` and `weight_decay`; None is fused AdamW.
-        max_parameter_norm: Scale a parameter's gradient down to this norm; None leaves it unchanged.
+        weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
+        optimizer: Class that steps each parameter, from torch.optim or another class with state per
+            parameter. The class gets `lr` and `weight_decay` from the arguments above. None for fused AdamW.
+        max_parameter_norm: Largest norm of one parameter's gradient; larger gradients are scaled down. With
+            None, gradients are not clipped.
 
     Raises:
         ConfigError: A number is out of range, or the learning rate is also set for the inner optimizer.
@@ -102,7 +106,7 @@ class InBackward(PerParameter):
         self.max_parameter_norm = max_parameter_norm
         self._gradient_hooks: OrderedDict[int, Callable[[Tensor, Tensor], None]] = OrderedDict()
         self._hooks = ExitStack()
-        """Removes the hooks of the parameters."""
+        """Stack that removes the hooks of the parameters when it is closed."""
         self._freed_bytes = 0
         self._stepped: set[Tensor] = set()
         self._is_paused = False
@@ -122,7 +126,8 @@ class InBackward(PerParameter):
             Rule(name=name, reason=reason, remedies=(*own, TO_ADAMW))
             for name, (reason, *own) in REASONS.items()
         ]
-        # OptimizerChoice rejects such modules itself; this covers an optimizer that a module built.
+        # OptimizerChoice rejects manual optimization itself; this rule covers an optimizer that a module
+        # built.
         reason = "it would step in every backward pass of the module's own"
         remedy = "an optimizer of torch.optim in configure_optimizers"
         excludes.append(Rule(name="run/manual_optimization", reason=reason, remedies=(remedy,)))
@@ -130,11 +135,11 @@ class InBackward(PerParameter):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it instead of AdamW: each gradient is freed before most of the others exist."""
+        """Suggest this optimizer instead of AdamW: each gradient is freed before most others exist."""
         gradients = {i: run.sizes[i] for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
         if not run.has_adamw or not gradients:
             return None
-        # At the peak one gradient is left: assume the largest.
+        # At the peak one gradient is left: assume the largest gradient.
         largest = max(gradients.values())
         freed = [index for index, num_bytes in gradients.items() if num_bytes < largest]
         return Suggestion(
@@ -146,7 +151,7 @@ class InBackward(PerParameter):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        optimizer = weakref.ref(self)  # parameters outlive optimizers: hooks must not hold this one
+        optimizer = weakref.ref(self)  # parameters outlive optimizers: hooks must not hold the optimizer
 
         def step_if_alive(parameter: Tensor) -> None:
             alive = optimizer()
@@ -158,7 +163,7 @@ class InBackward(PerParameter):
             self._hooks.callback(parameter.register_post_accumulate_grad_hook(step_if_alive).remove)
 
     def register_gradient_hook(self, hook: Callable[[Tensor, Tensor], None]) -> RemovableHandle:
-        """Call `hook(parameter, gradient)` with every gradient before it is used."""
+        """Call `hook(parameter, gradient)` with every gradient before the gradient is used."""
         handle = RemovableHandle(self._gradient_hooks)
         self._gradient_hooks[handle.id] = hook
         return handle
@@ -172,14 +177,14 @@ class InBackward(PerParameter):
         gradient = parameter.grad
         if gradient is None or self._is_paused:
             return
-        # A second gradient means a second step of this parameter, each with a part of its gradient.
+        # A second gradient would cause a second step, and each step would use only a part of the gradient.
         if parameter in self._stepped:
             raise RuntimeError(
                 "a parameter has a second gradient before step() was called: from another backward pass, or"
                 " from a layer that is used twice under reentrant checkpointing (use_reentrant=False works)"
             )
         self._stepped.add(parameter)
-        # Hooks come first: they read the gradient before it is clipped and freed.
+        # Hooks come first, so that hooks read the gradient before it is clipped and freed.
         for hook in list(self._gradient_hooks.values()):
             hook(parameter, gradient)
         if self.max_parameter_norm is not None:
@@ -190,23 +195,23 @@ class InBackward(PerParameter):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, whose backward pass steps; then step parameters whose gradients remain."""
+        """Run the closure, whose backward pass steps; then step parameters that still have gradients."""
         if closure is not None:
             self._freed_bytes = 0  # counted per step
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        # Parameters without a hook, or with gradients set by hand.
+        # These parameters have no hook, or a gradient that was set by hand.
         for parameter in [p for p in self.copies if p not in self._stepped]:
             self.step_and_free(parameter)
         self._stepped.clear()
         return loss
 
     def pause(self, *, paused: bool = True) -> None:
-        """Keep gradients, for a backward pass that is not part of the training."""
+        """Keep gradients and step no parameter, for a backward pass that is not part of the training."""
         self._is_paused = paused
 
     def outcome(self) -> Outcome:
-        """Report the bytes of gradients that the last step did not hold."""
+        """Report the bytes of gradients that the last step freed in the backward pass."""
         did = f"gradients of {human_bytes(self._freed_bytes)} freed one by one in the backward pass"
         numbers = {"freed_gradient_bytes": self._freed_bytes}
         return Outcome(did=did, effective=self._freed_bytes > 0, numbers=numbers)

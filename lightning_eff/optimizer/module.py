@@ -1,16 +1,18 @@
 """Keep the module's own `configure_optimizers`: its optimizers, its schedulers, and manual stepping.
 
 `optimizer=module` trains a LightningModule as Lightning alone does. The module may have one optimizer and any
-schedule, or several optimizers that it steps itself (manual optimization), like a GAN. Nothing is replaced.
-This callback reports what runs, and rejects before the run what Lightning cannot do for such a module. In
-manual optimization `global_step` and `max_steps` count every call of an optimizer's `step`, as in Lightning:
-two optimizers that each step once per batch advance it by two.
+schedule, or several optimizers that it steps itself (manual optimization), like a GAN. This callback replaces
+nothing. The callback reports the optimizers and schedules. Before the run, it rejects settings that Lightning
+does not apply to such a module. In manual optimization, `global_step` and `max_steps` count every call of an
+optimizer's `step`, as in Lightning. So two optimizers that each step once per batch advance `global_step` by
+two.
 
-Saves: nothing: it keeps the module's optimizers.
-Costs: nothing beyond the module's own.
-When not: one optimizer is enough, and should be set on the command line.
-Conflicts: with manual optimization the Trainer's gradient_clip_val and accumulate_grad_batches, which
-    Lightning does not apply there. Each technique states its other conflicts with manual optimization.
+Saves: nothing, because the module's optimizers are kept.
+Costs: nothing in addition to the module's own optimizers.
+When not: one optimizer is enough, and you want to set it on the command line.
+Conflicts: with manual optimization, the Trainer's gradient_clip_val and accumulate_grad_batches are rejected,
+    because Lightning would ignore these settings. Each technique states its own conflicts with manual
+    optimization.
 Source: https://lightning.ai/docs/pytorch/stable/model/manual_optimization.html
 """
 
@@ -33,25 +35,26 @@ from lightning_eff.report.live_bytes import state_bytes
 
 
 class ModuleOptimizer(Managed):
-    """Train with the optimizers and schedulers of the module's own `configure_optimizers`, and report them.
+    """Train with the optimizers and schedulers of the module's own `configure_optimizers`, and report both.
 
     Raises:
-        ConfigError: The module has no `configure_optimizers`, or one that returns an empty list.
-        ConflictError: The Trainer should clip or accumulate for a module that steps its optimizers itself.
+        ConfigError: The module has no `configure_optimizers`, or `configure_optimizers` returns an empty
+            list.
+        ConflictError: The Trainer is set to clip or accumulate, but the module steps its optimizers itself.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[ModuleOptimizer()], logger=False, accelerator="cpu")
     """
 
     try_as = ()
-    """Never tried: it is the module's own training, not a technique."""
+    """Empty: there is nothing to try, because this is the module's own training."""
 
     def __init__(self) -> None:
         self._optimizers: Sequence[Any] = ()
         self._schedules: list[str] = []
         self._is_manual = False
         self._nothing = ""
-        """Why nothing is trained."""
+        """The reason why nothing is trained."""
 
     def facts(self) -> Facts:
         """Return the conflicts: settings of the Trainer that have no effect in manual optimization."""
@@ -72,7 +75,7 @@ class ModuleOptimizer(Managed):
         """Reject a module without `configure_optimizers`.
 
         Raises:
-            ConfigError: The module has none.
+            ConfigError: The module has no `configure_optimizers`.
         """
         if not is_overridden("configure_optimizers", module):
             fault = f"{type(module).__name__} has no configure_optimizers, which optimizer=module keeps"
@@ -98,7 +101,7 @@ class ModuleOptimizer(Managed):
         dataloaders.restore_loader_state(trainer)
 
     def outcome(self) -> Outcome:
-        """Report optimizers and schedules, their number of tensors, and the bytes of their state."""
+        """Report the schedules, and the optimizers with their number of tensors and bytes of state."""
         if not self._optimizers:
             return Outcome(did=self._nothing or "not built yet", effective=False)
         texts = [_text(optimizer) for optimizer in self._optimizers]
@@ -122,7 +125,7 @@ def _kind(optimizer: Any) -> type:
 
 
 def _groups(optimizer: Any) -> Sequence[dict[str, Any]]:
-    """Return the parameters' groups; DeepSpeed flattens them, and its strategy keeps the originals."""
+    """Return the parameter groups; DeepSpeed flattens groups, and its strategy keeps the original groups."""
     return getattr(optimizer, "whole_groups", optimizer.param_groups)
 
 

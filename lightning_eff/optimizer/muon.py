@@ -1,15 +1,15 @@
 """Muon for hidden matrices and AdamW for everything else, as one optimizer.
 
 Muon replaces a matrix's momentum by the nearest orthogonal matrix, so every direction is learned at the same
-rate. That suits matrices between hidden layers. Embeddings, the output layer, norms, biases and convolutions
-go to AdamW, as Muon's authors recommend. Muon's update is scaled to the size of AdamW's, so one learning
-rate, one decay and one schedule serve both.
+rate. This update suits matrices between hidden layers. Embeddings, the output layer, norms, biases and
+convolutions go to AdamW, as Muon's authors recommend. Muon's update is scaled to the size of AdamW's update,
+so both use the same learning rate, decay and schedule.
 
-Saves: steps until a loss is reached, by its authors' measurements; half of AdamW's state for hidden matrices.
-Costs: five small matrix products per matrix and step; 4 bytes of state per parameter of a hidden matrix in
-    float32, 8 for the rest.
-When not: models without hidden matrices (an error reports it); finetuning of weights that AdamW trained.
-Conflicts: ZeRO is rejected: it flattens matrices into vectors.
+Saves: steps until a loss is reached, according to Muon's authors; half of AdamW's state for hidden matrices.
+Costs: five small matrix products per hidden matrix and step. In float32, state takes 4 bytes per parameter of
+    a hidden matrix, and 8 bytes per other parameter.
+When not: models without hidden matrices, which are rejected; finetuning of weights that AdamW trained.
+Conflicts: ZeRO is rejected, because it flattens matrices into vectors.
 Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; scaling as in Liu et al. 2025,
     https://arxiv.org/abs/2502.16982
 """
@@ -36,16 +36,17 @@ class Muon(WrapperOptimizer):
     """torch's Muon and torch's AdamW as one optimizer.
 
     Args:
-        params: Parameters or groups. A group's key `hidden`, set by `build.parameter_groups`, sends it to
-            Muon if true and to AdamW if false. Without the key, every matrix goes to Muon.
-        lr: Learning rate of both.
-        weight_decay: Fraction of `lr`, of both; a group may have its own.
-        momentum: Muon's.
-        nesterov: Muon's: look ahead along the momentum.
-        betas: AdamW's decay of its two running averages.
-        fused: AdamW's: one kernel for all tensors.
-        rest: Patterns of parameter names (`classifier.*`) that are not hidden either; `configure_optimizers`
-            reads them, because it knows the names.
+        params: Parameters or parameter groups. `build.parameter_groups` sets a group's key `hidden`, which
+            sends the group to Muon if true and to AdamW if false. Without the key, every matrix goes to Muon.
+        lr: Learning rate of Muon and of AdamW.
+        weight_decay: Weight decay per step of Muon and AdamW, as a fraction of `lr`; a group may have another
+            value.
+        momentum: Momentum of Muon.
+        nesterov: Use Nesterov momentum in Muon.
+        betas: Decay rates of AdamW's two running averages.
+        fused: Use AdamW's fused kernel, one for all tensors.
+        rest: Patterns of the names (`classifier.*`) of more parameters for AdamW; `configure_optimizers`
+            applies the patterns, because only there names are available.
 
     Raises:
         ConfigError: The model has no hidden matrix.
@@ -83,18 +84,18 @@ class Muon(WrapperOptimizer):
             raise ConfigError(key="", value="Muon", allowed=allowed, remedies=[TO_ADAMW])
         _warn_if_little(hidden, others)
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-        # match_rms_adamw: the update is scaled by 0.2 * sqrt(max(rows, columns)), the usual size of AdamW's.
+        # match_rms_adamw: the update is scaled by 0.2 * sqrt(max(rows, columns)), to AdamW's usual size.
         shape: Any = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
         muon = torch.optim.Muon(hidden, **shape, **shared)
         first, second = betas
-        # Kept, since AdamW is built later if the first parameters for it come with `add_param_group`.
+        # Kept, since AdamW is built later if `add_param_group` adds the first parameters for AdamW.
         self._adamw = functools.partial(torch.optim.AdamW, betas=(first, second), fused=fused, **shared)
         optimizers: list[Optimizer] = [muon, self._adamw(others)] if others else [muon]
         super().__init__([group for inner in optimizers for group in inner.param_groups], {})
-        self.optimizers = optimizers  # from now on, `add_param_group` passes groups on
+        self.optimizers = optimizers  # from now on, `add_param_group` passes groups to these optimizers
         for inner in self.optimizers:
             self.state.update(inner.state)
-            inner.state = self.state  # one dict for all, so that every inner optimizer gets a loaded state
+            inner.state = self.state  # one dict for all optimizers, so that each gets a loaded state
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -137,7 +138,7 @@ class Muon(WrapperOptimizer):
 
     @staticmethod
     def facts() -> Facts:
-        """Return the conflicts of its mathematics."""
+        """Return the conflicts: strategies that flatten matrices."""
         return Facts(excludes=NEEDS_MATRICES)
 
     def outcome(self) -> Outcome:
@@ -150,7 +151,7 @@ class Muon(WrapperOptimizer):
 def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
     """Warn if AdamW steps most of the layers' weights, as in a CNN: convolutions are not matrices.
 
-    Embeddings and output layers, which are matrices too, do not count: AdamW steps them on purpose.
+    Embeddings and output layers, which are matrices too, do not count: AdamW steps these layers on purpose.
     """
     taken = sum(p.numel() for group in hidden for p in group["params"])
     left = sum(p.numel() for group in others for p in group["params"] if p.dim() > 2 and p.requires_grad)
@@ -163,9 +164,9 @@ def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str,
 
 
 def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Split an optimizer's parameters, named ones or groups too, into hidden matrices and the rest.
+    """Split parameters, named parameters or parameter groups into hidden matrices and the rest.
 
-    A group's key `hidden` decides; without it every matrix is hidden.
+    A group's key `hidden` decides; without this key, every matrix is hidden.
     """
     entries = list(params)
     groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
@@ -175,7 +176,7 @@ def split_hidden(params: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict
         options = {key: value for key, value in group.items() if key not in ("params", "hidden")}
         listed: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         parameters: list[Tensor] = [item[1] if isinstance(item, tuple) else item for item in listed]
-        # Without the mark of `build`, the number of axes decides.
+        # Without the key that `build` sets, the number of axes decides.
         may_be_hidden = group.get("hidden") is not False
         matrices = [p for p in parameters if may_be_hidden and p.dim() == 2 and not p.is_complex()]
         present = set(matrices)

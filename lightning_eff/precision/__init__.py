@@ -1,1 +1,1 @@
-"""Number formats: techniques for `Trainer(plugins=[...])`, at most one per run."""
+"""Number formats: techniques for `Trainer(plugins=[...])`, at most one of them per run."""

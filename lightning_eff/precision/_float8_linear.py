@@ -1,12 +1,13 @@
-"""A linear layer with float8 products, by torchao's casts; a layer gets this class in place.
+"""A linear layer with float8 products and torchao's casts; an existing layer gets this class in place.
 
     y [T, N] = x [T, K] @ W.T       dx = dy @ W       dW = dy.T @ x
 
-`precision/float8` converts layers with `convert`. The class differs from torchao 0.18's layer in four places.
-For a frozen weight, no gradient is computed and no input is kept; the same holds for an input that needs no
-gradient. Autocast is the input device's, not CUDA's. An input without rows is a product of no size. And an
-`nn.Linear` is converted by changing its class, so it keeps its hooks, its parameters and all references to
-it. The name is torchao's, since its FSDP2 functions look for it.
+`precision/float8` converts layers with `convert`. The class differs from the layer of torchao 0.18 in four
+ways. For a frozen weight, no gradient is computed and no input is kept. For an input that needs no gradient,
+no gradient is computed and no weight is kept. Autocast follows the device of the input, not CUDA. An input
+may have no rows. An `nn.Linear` is converted by a change of its class, so the layer keeps its hooks and
+parameters, and all references to the layer stay valid. The class has torchao's name, because torchao's FSDP2
+functions look for that name.
 
 Source: learned from https://github.com/pytorch/ao, torchao/float8/float8_linear.py
 """
@@ -35,7 +36,7 @@ class Float8Linear(float8_linear.Float8Linear):  # pyright: ignore[reportUntyped
     """A linear layer in float8, made by `convert`."""
 
     has_run: bool
-    """Set once a forward pass has run, except under a compiler."""
+    """True after a forward pass; never set under a compiler."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -56,6 +57,7 @@ class Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_t: Tensor, mm_config: Any, config: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        # dW needs x, and dx needs W.
         ctx.save_for_backward(x if needs_dw else None, weight_t if needs_dx else None)
         ctx.mm_config, ctx.config = mm_config, config
         cast = functools.partial(_cast, mm_config=mm_config, config=config)
@@ -73,6 +75,7 @@ class Float8Product(torch.autograd.Function):
         x, weight_t = ctx.saved_tensors
         config: Any = ctx.config
         cast = functools.partial(_cast, mm_config=ctx.mm_config, config=config)
+        # dy is cast for each product, because the scales of the two products may have different axes.
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dw_t = None
         if weight_t is not None:
@@ -91,7 +94,7 @@ class Float8Product(torch.autograd.Function):
 
 
 def _cast(tensor: Tensor, cast: CastConfig, role: Any, axis: int, *, mm_config: Any, config: Any) -> Tensor:
-    """Return a matrix in float8, scaled as a whole or along an axis; unchanged if the recipe keeps it."""
+    """Return a matrix in float8, with one scale or scales along an axis; unchanged if the recipe says so."""
     is_high = cast.scaling_type is ScalingType.DISABLED
     if is_high or tensor_already_casted_to_fp8(tensor) or not tensor.numel():
         return tensor
@@ -107,9 +110,9 @@ def _cast(tensor: Tensor, cast: CastConfig, role: Any, axis: int, *, mm_config: 
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b`; if an operand has no elements, zeros in the other one's dtype."""
+    """Return `a @ b`; if an operand has no elements, return zeros."""
     if a.numel() and b.numel():
-        # Both have their final dtypes; autocast would cast them again, which fails in inference mode.
+        # The operands have their final dtypes; autocast would cast them again, which fails in inference mode.
         with torch.autocast(a.device.type, enabled=False):
             return torch.mm(a, b)
     return torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
@@ -126,7 +129,7 @@ def convert(layer: nn.Linear, config: Any) -> None:
     twin = float8_linear.Float8Linear.from_float(layer, config)
     # Take only attributes that an `nn.Linear` lacks; parameters, hooks and buffers stay the same objects.
     own = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
-    if twin.weight is not layer.weight:  # a subclass that FSDP2 gathers in float8
+    if twin.weight is not layer.weight:  # a tensor subclass, which FSDP2 gathers in float8
         layer.weight = twin.weight
         layer.register_state_dict_post_hook(_save_plain)
     layer.__class__ = Float8Linear
@@ -151,12 +154,13 @@ def _is_gathered(weight: Tensor) -> bool:
 
 
 def _save_plain(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    """Put the plain weight into a state dict, in the same memory: checkpoints have no float8."""
+    """Replace a float8 weight in a state dict by the plain weight, without a copy."""
     weight: Any = state.get(f"{prefix}weight")
     if not _is_gathered(weight):
         return
     plain: Any = getattr(weight, "_local_tensor", weight)._tensor  # noqa: SLF001
     if isinstance(weight, DTensor):
+        # The state dict gets a DTensor again, with the plain weight as its local tensor.
         mesh, placements = weight.device_mesh, weight.placements
         plain = DTensor.from_local(
             plain, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()

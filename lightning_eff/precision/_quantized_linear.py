@@ -1,18 +1,21 @@
-"""Linear layers of bitsandbytes that support a full run: training, evaluation, saving, resuming, moving.
+"""Quantized layers of bitsandbytes that support training, evaluation, checkpoints and changes of device.
 
-`precision/quantized_base` makes them with `quantize`. They differ from bitsandbytes 0.50's in four places:
+`precision/quantized_base` creates these layers with `quantize`. These layers differ from the layers of
+bitsandbytes 0.50 in four ways:
 
-- A state dict loads into a quantized layer, completely and checked. A floating-point weight in it is
-  quantized as this layer was. bitsandbytes saves its scales but cannot load them with `load_state_dict`.
+- `load_state_dict` loads and checks the full state of a quantized layer. A floating-point weight in the state
+  dict is quantized in the layer's format. bitsandbytes saves scales, but its `load_state_dict` cannot load
+  scales.
 - A forward pass never casts the bias in place.
-- A forward pass computes the same in evaluation as in training. In evaluation, bitsandbytes repacks 4-bit
-  weights on CPUs with AVX512-BF16, after which no gradient passes the layer, and 8-bit layers quantize their
-  inputs too.
-- Scales follow the weight to its device.
+- A forward pass computes the same result in evaluation as in training. In evaluation, bitsandbytes repacks
+  4-bit weights on CPUs with AVX512-BF16, and then no gradient passes the layer. In evaluation, the 8-bit
+  layers of bitsandbytes also quantize their inputs.
+- Scales move with the weight to another device.
 
-On a CPU, bitsandbytes writes 4-bit weights as one sequence of blocks, but reads them row by row, with a new
-block at the start of each row. If blocks do not end with the rows, it uses other blocks' scales, which loses
-a third of the weight's norm. Such layers are read here as they were written.
+On a CPU, bitsandbytes writes a 4-bit weight as one sequence of blocks, but reads the weight row by row, with
+a new block at the start of each row. If a block crosses from one row to the next, bitsandbytes uses wrong
+scales, and a third of the weight's norm is lost. This module reads such weights in the order in which they
+were written.
 
 Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; 2022, https://arxiv.org/abs/2208.07339
 """
@@ -34,7 +37,7 @@ from typing_extensions import override
 
 FOUR_BITS = ("nf4", "fp4")
 
-bnb: Any = bitsandbytes  # it has no type annotations
+bnb: Any = bitsandbytes  # bitsandbytes has no type annotations
 
 
 class Linear4bit(modules.Linear4bit):
@@ -63,7 +66,7 @@ class Linear4bit(modules.Linear4bit):
         saved: Tensor | None = state_dict.get(key)
         own = self.weight
         if saved is not None and saved.is_floating_point():
-            # A checkpoint of the model before it was quantized: quantize its values as at the start.
+            # The checkpoint is from before quantization: quantize its values as at the start of the run.
             state_dict[key], own.quant_state = quantize_4bit(
                 saved.to(own.device, own.quant_state.dtype),
                 blocksize=own.blocksize,
@@ -78,7 +81,7 @@ class Linear4bit(modules.Linear4bit):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _load_scales(self, scales: dict[str, Any]) -> str:
-        """Copy scales from a state dict; if their format differs, copy nothing and return what differs."""
+        """Copy scales from a state dict. If their format differs, copy nothing; return the difference."""
         state = self.weight.quant_state
         own = state.as_dict(packed=True)
         if scales.keys() != own.keys():
@@ -86,7 +89,7 @@ class Linear4bit(modules.Linear4bit):
         # bitsandbytes packs shape, block size and quantization type into one tensor.
         packed = next((name for name in own if name.startswith("quant_state.")), "")
         saved, here = unpack_tensor_to_dict(scales[packed]), unpack_tensor_to_dict(own[packed])
-        # The offset belongs to the scales, and the dtype was the weight's before it was quantized.
+        # The offset belongs to the scales, and the dtype was the dtype of the weight before quantization.
         ignored = ("nested_offset", "dtype")
         different = [key for key in here if key not in ignored and saved.get(key) != here[key]]
         # The tables map codes to values.
@@ -110,8 +113,9 @@ class Linear8bit(modules.Linear8bitLt):
     @override
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if weight.SCB.device != weight.device:  # bitsandbytes 0.50 moves only the weight
+        if weight.SCB.device != weight.device:  # bitsandbytes 0.50 does not move scales
             weight.SCB = weight.SCB.to(weight.device)
+        # `is_training` stays True, so that evaluation does not quantize the inputs.
         self.state.CB, self.state.SCB, self.state.is_training = weight.data, weight.SCB, True
         out: Tensor = bnb.matmul(x.to(self.compute_dtype), weight, bias=self.bias, state=self.state)
         return out.to(x.dtype)
@@ -147,11 +151,11 @@ def quantize(
     The module stays the same object: only its class and weight change.
 
     Args:
-        layer: Exactly an `nn.Linear`; its weight has its final values, on its device.
+        layer: An `nn.Linear`, not a subclass; its weight has its final values and is on its final device.
         quant_type: `nf4`, `fp4` or `int8`.
         compute_dtype: Dtype of matrix products and of the bias.
-        blocksize: Weights per scale, with 4 bits.
-        double_quant: Quantize the scales to 8 bits, with 4 bits.
+        blocksize: Number of weights per scale, in 4-bit formats.
+        double_quant: Quantize the scales of 4-bit formats to 8 bits.
     """
     before = layer.weight.detach()
     own: Any = layer
@@ -159,24 +163,26 @@ def quantize(
         template = Linear4bit(1, 1, compute_dtype=compute_dtype, device="meta")
         options = {"blocksize": blocksize, "compress_statistics": double_quant, "quant_type": quant_type}
         weight = bnb.nn.Params4bit(before, requires_grad=False, **options)
-        weight = weight.to(device=before.device)  # moving it to a device quantizes it
+        weight = weight.to(device=before.device)  # a move to a device quantizes the weight
     else:
         template = Linear8bit(1, 1, has_fp16_weights=False, device="meta")
-        # W = codes * scale / 127; the scale is the largest magnitude of a row
-        # The kernel accepts float16 only.
+        # W = codes * scale / 127, with the largest magnitude of each row as its scale. The kernel accepts
+        # only float16.
         codes, scale, _ = int8_vectorwise_quant(before.to(torch.float16))
         weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
     own.__class__ = type(template)
+    # The template has the attributes that the constructor of bitsandbytes sets; existing attributes win.
     for name, value in vars(template).items():
         vars(layer).setdefault(name, value)
     own.weight, own.compute_dtype = weight, compute_dtype
     if quant_type in FOUR_BITS:
         own.quant_state = weight.quant_state
-        own.support_avx512bf16_for_cpu = False  # a repacked weight passes no gradient
+        own.support_avx512bf16_for_cpu = False  # no gradient passes a repacked weight
     if own.bias is not None:
         own.bias.data = own.bias.data.to(compute_dtype)
         own.bias.requires_grad = False
     lost = (dequantize(own.weight) - before.float()).norm()
+    # The lower bound avoids a division by 0 for a weight of zeros.
     return float(lost / before.float().norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
@@ -186,5 +192,5 @@ def dequantize(weight: Any) -> Tensor:
     if state is None:
         return weight.data.float() * (weight.SCB / 127.0).unsqueeze(1)
     flat = copy.copy(state)
-    flat.shape = torch.Size([math.prod(state.shape)])  # one row, in which no block crosses a row
+    flat.shape = torch.Size([math.prod(state.shape)])  # as one row, so that no block crosses from row to row
     return dequantize_4bit(weight.data.view(-1, 1), flat).float().view(state.shape)

@@ -1,21 +1,22 @@
 """Choose number formats: the dtype of the weights, and the dtype of matrix products.
 
 `bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast). `bf16-true` keeps
-everything but complex tensors in bfloat16. `32-true` casts nothing. `auto` chooses `bf16-mixed` if the device
-computes bfloat16 natively, otherwise `32-true`, and reports why: PyTorch runs bfloat16 on any CPU, but
-several times slower where it is emulated.
+all tensors in bfloat16, except complex tensors. `32-true` casts nothing. `auto` chooses `bf16-mixed` if the
+device computes bfloat16 natively, otherwise `32-true`, and reports the reason. PyTorch runs bfloat16 on every
+CPU, but emulated bfloat16 is several times slower.
 
-Differences from Lightning's MixedPrecision: Autocast caches each weight's cast copy for one training step, so
-a layer that is used four times is cast and saved once (evaluation caches no copies). The device is the
-strategy's, never guessed from an accelerator's name. Gradients are unscaled before clipping for every
-optimizer, so `fused` AdamW and clipping work in one run.
+This plugin differs from Lightning's MixedPrecision in three ways. Autocast caches the cast copy of each
+weight for one training step, so the weight of a layer that is used four times is cast and saved once;
+evaluation caches no copies. The strategy determines the device; no device is guessed from an accelerator's
+name. Gradients are unscaled before clipping for every optimizer, so `fused` AdamW and clipping work in one
+run.
 
-Saves: time and activations: matrix products in 16 bits where the device computes them.
-Costs: bf16 has 8 bits of precision, fp16 overflows above 65504 (the loss is scaled, and a step whose
-    gradients overflow is skipped). Mixed formats add a copy of each weight during the step: a large model
+Saves: time, and memory for activations, through matrix products in 16 bits on devices that support them.
+Costs: bf16 has 8 bits of precision. fp16 overflows above 65504, so the loss is scaled, and a step whose
+    gradients overflow is skipped. Mixed formats add a copy of each weight during the step, so a large model
     with a small batch can need more memory.
-When not: the device emulates the format: `auto` then stays with float32 and reports it.
-Conflicts: `Trainer(precision=...)` with this plugin, rejected by Lightning. fp16 with LBFGS, rejected.
+When not: the device emulates the format; `auto` then chooses float32 and reports the reason.
+Conflicts: Lightning rejects `Trainer(precision=...)` with this plugin. fp16 with LBFGS is rejected.
 Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;
     https://docs.pytorch.org/docs/stable/amp.html
 """
@@ -66,13 +67,13 @@ CAST_LAYERS = (
 )  # fmt: skip
 """Layers whose matrix products autocast computes in the low format."""
 LIGHTNING_KEY = "MixedPrecision"
-"""Key of Lightning 2.6's own plugin for its scaler's state in a checkpoint."""
+"""Key under which Lightning 2.6's own plugin stores the state of its scaler in a checkpoint."""
 AS_REQUESTED = "as requested"
 _backends: Any = torch.backends  # the stubs lack `fp32_precision` and its owners
 CUDA_MATMUL, CPU_MATMUL = _backends.cuda.matmul, _backends.mkldnn.matmul
 CUDNN = (_backends.cudnn.conv, _backends.cudnn.rnn)
 PARENTS = (_backends, _backends.cudnn)
-"""Switches that CUDA's switches inherit from: the global one, then cudnn's, which is for all of CUDA."""
+"""Switches that CUDA's switches inherit from: the global switch, then cudnn's, which is for all of CUDA."""
 
 
 @contextlib.contextmanager
@@ -103,14 +104,14 @@ class AutoPrecision(Precision):
 
     Args:
         precision: `auto`, `bf16-mixed`, `16-mixed`, `bf16-true` or `32-true`.
-        device: Device type for autocast; None for the strategy's.
+        device: Device type for autocast; None for the strategy's device.
         tf32: Compute float32 matrix products and convolutions on CUDA in TF32 (10 bits of precision); None
-            leaves PyTorch's switches unchanged. They are restored at the end of the run.
-        keep_casts: Cache a weight's cast copy for one training step; not in manual optimization, where
-            weights change within the step.
+            leaves PyTorch's switches unchanged. The switches are restored at the end of the run.
+        keep_casts: Cache the cast copy of each weight for one training step. Copies are not cached in manual
+            optimization, where weights change within the step.
 
     Raises:
-        ConfigError: `precision` has another value, or LBFGS is used with `16-mixed`.
+        ConfigError: `precision` has an unknown value, or LBFGS is used with `16-mixed`.
 
     Warns:
         SlowPathWarning: The device emulates the format.
@@ -134,7 +135,7 @@ class AutoPrecision(Precision):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest it if float32 products dominate the time on a device that computes bfloat16."""
+        """Suggest this plugin if float32 products dominate the time on a device that computes bfloat16."""
         share, precision = run.time_share(PRODUCTS), str(run.trainer.precision)
         faster, reason = auto_precision(run.module.device.type)
         if share < MIN_TIME or run.small_operations or precision != "32-true" or faster == precision:
@@ -144,7 +145,7 @@ class AutoPrecision(Precision):
 
     __repr__ = rules.plugin_repr
     _slow_text = "precision={0!r} will be slow: {1}; precision='auto' would choose {2!r}"
-    """Formatted with the precision, the reason, and the choice of auto."""
+    """Placeholders: the precision, the reason, and the choice of `auto`."""
 
     @check_arguments
     def __init__(
@@ -161,7 +162,7 @@ class AutoPrecision(Precision):
         self.keep_casts = keep_casts
         self.scaler: torch.amp.GradScaler | None = None
         self._planned: Device | None = None
-        """A GPU to predict for, instead of the Trainer's device."""
+        """The GPU of a prediction, which replaces the Trainer's device; None in a run."""
         self._steps_inside = False
         """Whether optimizers step within a training step, which makes earlier casts of weights stale."""
         self._reason = AS_REQUESTED
@@ -170,7 +171,7 @@ class AutoPrecision(Precision):
         self._restore_tf32: Callable[[], None] | None = None
 
     def facts(self) -> Facts:
-        """Return the consequences of a device that only emulates the format."""
+        """Return the rule for a device that emulates the format."""
         dtype, reason = COMPUTE_DTYPES.get(self.precision), f"{self.precision} will be slow"
         verdict = Verdict.WARNED
         if dtype is None:
@@ -181,7 +182,7 @@ class AutoPrecision(Precision):
         return Facts(excludes=(rule,))
 
     def join_prediction(self, gpu: Device | None) -> bool:
-        """Choose format and layers for a prediction's GPU, independent of this machine."""
+        """Choose the format for the GPU of a prediction, independent of this machine."""
         self._planned = gpu
         if gpu is not None and self.precision == "auto":
             self.precision = "bf16-mixed" if gpu.capability >= AMPERE else "32-true"
@@ -191,7 +192,7 @@ class AutoPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Choose format and device, convert weights in place if the format requires it, and count layers."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
-        # Before anything is cast: a checkpoint of another run is rejected early.
+        # Check before anything is cast, so that a checkpoint of another run is rejected early.
         if trainer is not None and trainer.ckpt_path is not None:
             checkpoint_stamp.check_on_restore(trainer)
         self._steps_inside = isinstance(module, pl.LightningModule) and not module.automatic_optimization
@@ -208,6 +209,7 @@ class AutoPrecision(Precision):
         if self.tf32 and device_type != "cuda":
             text = f"tf32=True has no effect on {device_type}: TF32 is a format of NVIDIA GPUs"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
+        # Only once, so that a second fit does not take the changed switches for the user's.
         if self.tf32 is not None and device_type == "cuda" and self._restore_tf32 is None:
             self._restore_tf32 = set_tf32(enabled=self.tf32)
         self._bytes_before = sum(parameter.nbytes for parameter in module.parameters())
@@ -245,7 +247,7 @@ class AutoPrecision(Precision):
 
     @override
     def train_step_context(self) -> AbstractContextManager[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        precision = "32-true" if self.precision == "auto" else self.precision  # before convert_module
+        precision = "32-true" if self.precision == "auto" else self.precision  # `auto` until convert_module
         keep_casts = self.keep_casts and not self._steps_inside
         return step_context(precision, str(self.device), keep_casts=keep_casts)
 
@@ -256,6 +258,7 @@ class AutoPrecision(Precision):
 
     @override
     def module_init_context(self) -> AbstractContextManager[None]:
+        # New layers have the low dtype from the start, so that no float32 copy of the model exists.
         is_low = self.precision == "bf16-true"
         return step_context("bf16-true", "cpu") if is_low else contextlib.nullcontext()
 
@@ -279,13 +282,14 @@ class AutoPrecision(Precision):
     def optimizer_step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step; with a scaler, unscale first, so that hooks and clipping get the true gradients."""
+        """Step the optimizer; unscale gradients before hooks and clipping if there is a scaler."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):
             allowed = "another format with LBFGS, which evaluates the loss several times per step"
             remedies = [TO_BF16_MIXED, TO_FP32]
             raise ConfigError(key="precision", value=self.precision, allowed=allowed, remedies=remedies)
+        # The closure runs the backward pass, so gradients can be unscaled only after it.
         result = closure()
         # With nothing to unscale, the scaler's `step` would raise an error.
         is_skipped = result is None and model.automatic_optimization  # training_step returned None
@@ -338,26 +342,27 @@ class AutoPrecision(Precision):
 
 
 def set_tf32(*, enabled: bool) -> Callable[[], None]:
-    """Switch TF32 for float32 products, convolutions and RNNs on CUDA; return a function that restores it.
+    """Switch TF32 for float32 products, convolutions and RNNs on CUDA; return a function that undoes this.
 
-    Since 2.9 PyTorch has two sets of switches. Its products follow the newer ones: `fp32_precision` of an
-    operation, of a backend and globally, where "none" inherits from the next level. The older ones,
-    `allow_tf32` and `set_float32_matmul_precision`, set the newer ones too, but raise an error when they are
-    read and the two sets differ.
+    Since 2.9 PyTorch has two sets of switches. Products follow the newer set: `fp32_precision` of an
+    operation, of a backend, and globally, where "none" inherits from the next level. The older set is
+    `allow_tf32` and `set_float32_matmul_precision`. Setting an older switch also sets the newer set, but
+    reading an older switch raises an error if the two sets differ.
 
-    This function sets the newer ones, and the older ones too if they can be read. So code that reads them
-    does not raise during the run (torch.compile's max-autotune, `torch.backends.cudnn.flags` around a CTC
-    loss). If the user's settings already make them raise, they are left unchanged.
+    This function sets the newer switches, and also the older switches that can be read. So code that reads an
+    older switch raises no error during the run (torch.compile's max-autotune, `torch.backends.cudnn.flags`
+    around a CTC loss). An older switch that raises an error because of the user's settings is left unchanged.
     """
     precision, undo = "tf32" if enabled else "ieee", ExitStack()
     if _is_tf32(CUDA_MATMUL) != enabled:
-        undo.callback(_restorer([CUDA_MATMUL, CPU_MATMUL]))  # the older switch sets both
-        # The two generations of switches must agree, or reading the older one raises an error.
+        undo.callback(_restorer([CUDA_MATMUL, CPU_MATMUL]))  # the older switch sets both of these
+        # The two sets of switches must agree, or reading the older switch raises an error.
         older = _readable(torch.get_float32_matmul_precision)
         if older is not None:
             undo.callback(torch.set_float32_matmul_precision, older)
             torch.set_float32_matmul_precision("high" if enabled else "highest")
         CUDA_MATMUL.fp32_precision = precision
+    # Switches that have the requested value already are left alone.
     differing = [switch for switch in CUDNN if _is_tf32(switch) != enabled]
     if differing:
         undo.callback(_restorer(differing))
@@ -375,7 +380,7 @@ def _is_tf32(switch: Any) -> bool:
 
 
 def _readable(read: Callable[[], Any]) -> Any:
-    """Return the value of an older switch; None if reading it raises."""
+    """Return the value of an older switch; None if reading the switch raises an error."""
     try:
         return read()
     except RuntimeError:
@@ -383,27 +388,27 @@ def _readable(read: Callable[[], Any]) -> Any:
 
 
 def _restorer(switches: Sequence[Any]) -> Callable[[], None]:
-    """Return a function that restores switches to their current state; an inherited value becomes `none`."""
+    """Return a function that restores the state of switches; a switch with an inherited value gets `none`."""
     found, own = [switch.fp32_precision for switch in switches], _own_precisions(switches)
 
     def restore() -> None:
         for switch, precision, set_here in zip(switches, found, own, strict=True):
             switch.fp32_precision = set_here
-            if switch.fp32_precision != precision:  # cuDNN's initial TF32, which nothing can set again
+            if switch.fp32_precision != precision:  # cuDNN's initial TF32, which `none` does not restore
                 switch.fp32_precision = precision
 
     return restore
 
 
 def _own_precisions(switches: Sequence[Any]) -> list[str]:
-    """Return each switch's own setting: `none` if it follows its parent."""
+    """Return each switch's own setting; `none` means that a switch follows its parent."""
     inherited: list[str] = []
-    for parent in PARENTS:  # from the top: each is read while it inherits nothing
+    for parent in PARENTS:  # from the top, so that a parent inherits nothing when it is read
         inherited.append(parent.fp32_precision)
         parent.fp32_precision = "none"
     seen: list[list[str]] = []
-    # A switch that follows the global one shows both values in turn; one with its own setting shows the same
-    # twice.
+    # A switch that follows the global switch shows both values in turn; a switch with its own setting shows
+    # one value twice.
     for precision in ("tf32", "ieee"):
         PARENTS[0].fp32_precision = precision
         seen.append([switch.fp32_precision for switch in switches])

@@ -1,21 +1,23 @@
-"""Compute linear layers in float8 where that is faster, with torchao's casts; everything else in bfloat16.
+"""Compute linear layers in float8 where that is faster, with torchao's casts, and all else in bfloat16.
 
-GPUs from compute capability 8.9 multiply float8 twice as fast as bfloat16, but each operand is cast first,
-with its own scale. A layer is converted if an arithmetic model says that this saves time: large layers, whose
-features are multiples of 16. Heads, embeddings, routers, adapters and everything outside of the repeated
-blocks stay in bfloat16. The report lists each linear layer as converted, or with the reason why not. Weights
-keep their dtype, and a checkpoint is the same as without float8.
+GPUs of compute capability 8.9 or later multiply float8 matrices twice as fast as bfloat16 matrices, but each
+operand is cast first, with its own scale. A layer is converted if an arithmetic model predicts that float8
+saves time (in large layers), and if its features are multiples of 16. Heads, embeddings, routers, adapters
+and everything outside of the repeated blocks stay in bfloat16. The report lists each linear layer as
+converted, or with the reason why it is not converted. Weights keep their dtype, and a checkpoint is the same
+as without float8.
 
-`rowwise` scales each row and each column (torchtitan's default). `rowwise_with_gw_hp` computes the weight's
-gradient in bfloat16. `tensorwise` has one scale per tensor: fastest, and least exact. Frozen weights are
-always `rowwise`. A scale has a minimum, so that rows of zeros stay zeros.
+`rowwise` uses one scale per row or column (torchtitan's default). `rowwise_with_gw_hp` computes the weight's
+gradient in bfloat16. `tensorwise` uses one scale per tensor, which is fastest and least exact. Layers with
+frozen weights always use `rowwise`. A scale has a minimum, so that rows of zeros stay zeros.
 
 Saves: time of linear layers with some 4,096 features or more, on an H100 or later.
-Costs: without compiled blocks each cast is several kernels, and slower than what is saved. About 3 bits of
-    precision in the operands; sums are exact to bfloat16.
-When not: layers are smaller (they are not converted, with the reason); blocks are not compiled.
-Conflicts: `callbacks/triton_gemm` is rejected: only one of them can compute a layer. `all_gather` needs
-    `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed is rejected: it casts and gathers weights itself.
+Costs: without compiled blocks, each cast takes several kernels, and more time than the products save.
+    Operands have about 3 bits of precision; sums have the precision of bfloat16.
+When not: layers are smaller (the report then gives the reason); blocks are not compiled.
+Conflicts: `callbacks/triton_gemm` is rejected, because that callback computes the same layers. `all_gather`
+    needs `recipe=tensorwise` and FSDP2 on GPUs. DeepSpeed is rejected, because it casts and gathers weights
+    itself.
 Source: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; https://github.com/pytorch/ao
 """
 
@@ -58,26 +60,28 @@ from lightning_eff.precision.auto import AutoPrecision
 
 Recipe = Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"]
 FIRST_STEPS = 10
-"""Optimizer steps whose gradients are checked for NaN and infinity."""
+"""Number of first optimizer steps whose gradients are checked for NaN and infinity."""
 NOT_CALLED = "it was not called: code that reads its weight computes in bfloat16"
 EMULATED = Remedy("precision.emulate=true", "Float8(emulate=True)")
 COMPILED = Remedy("+callbacks=torch_compile", "TorchCompile()")
 NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
 
 MULTIPLE = 16
-"""Divisor of both features of a layer that a float8 product requires."""
+"""A float8 product requires that both features of a layer are multiples of this number."""
 ROWS = 8192
-"""Assumed tokens (rows) per batch: layers are chosen before the first batch is seen."""
+"""Assumed number of tokens (rows) per batch, because layers are chosen before the first batch."""
 HIGH_PEAK, LOW_PEAK, BANDWIDTH = 0.7, 0.6, 0.65
-"""Estimated fractions of a device's peaks that 16-bit products, float8 products, and casts reach. With these,
-an H100 gains from about the sizes of torchao 0.18's own filter (2048 x 4096 does not, 4096 x 4096 does)."""
+"""Estimated fractions of a device's peaks that 16-bit products, float8 products, and casts reach. With these
+fractions, the model predicts a gain on an H100 for about the same layers as torchao 0.18's filter (for 4096 x
+4096, but not for 2048 x 4096)."""
 CAST_BYTES = 5
-"""Per 16-bit element: 2 bytes read for the largest magnitude, 2 read for the cast, and 1 written."""
+"""Bytes that a cast moves per 16-bit element: 2 read for the largest magnitude, 2 read again, 1 written."""
 CASTS = {"rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "tensorwise": (2, 2, 1)}
-"""Casts of input, weight and gradient per step, by recipe: two for scales along both axes."""
+"""Number of casts of input, weight and gradient per step, by recipe; 2 for scales along both axes."""
 FROZEN_CASTS = (1, 2, 1)
 ROUTERS = ("router", "gate")
-"""Last names of layers that choose experts. An MLP's gate is not one: it widens its input."""
+"""Names of routers, which choose experts. An MLP's `gate` has more outputs than inputs, so it is no
+router."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
 
@@ -91,18 +95,19 @@ def to_float8(
     emulate: bool = False,
     device: str | torch.device = "cuda",
 ) -> dict[str, str]:
-    """Convert the linear layers of a model that gain; for Fabric, or a custom training loop.
+    """Convert the linear layers that become faster; for Fabric, or a custom training loop.
 
     Args:
-        model: The model, with adapters, before it is compiled or sharded; converted layers stay unchanged.
+        model: The model, with adapters, before it is compiled or sharded; layers that are converted already
+            stay unchanged.
         recipe: As in `Float8`.
         skip: As in `Float8`.
         emulate: Convert every layer whose features are multiples of 16, and compute with values rounded to
             float8.
-        device: Where it will be trained.
+        device: Device on which the model will be trained.
 
     Returns:
-        Every linear layer of the model by name: empty if it is converted, else the reason.
+        For every linear layer by name, the reason why it is not converted; empty if it is converted.
 
     Raises:
         ConfigError: A name in `skip` matches nothing.
@@ -127,18 +132,19 @@ class Float8(AutoPrecision):
         recipe: `rowwise`, `rowwise_with_gw_hp` or `tensorwise`.
         skip: Names, or ends of names, of modules that stay in bfloat16, with all modules in them.
         all_gather: Gather weights in float8 under FSDP2, which halves the communication.
-        emulate: Round operands to float8 and multiply them in float32, on any device: slower, to test the
-            effect of float8 on the loss. Converts every layer whose features are multiples of 16.
+        emulate: Round operands to float8 and multiply them in float32, on any device. Emulation is slow; use
+            it to test the effect of float8 on the loss. Every layer whose features are multiples of 16 is
+            converted.
         precision: Precision of everything else: `bf16-mixed` or `bf16-true`.
 
     Raises:
-        ConfigError: An argument has another value, or a name in `skip` matches nothing.
-        ConflictError: Another technique computes the layers.
+        ConfigError: An argument has an unknown value, or a name in `skip` matches nothing.
+        ConflictError: Another technique computes the linear layers.
         EnvironmentLacksError: torchao is not installed.
 
     Warns:
-        NoEffectWarning: The device has no float8 products, or no layer gains.
-        SlowPathWarning: No block is compiled; or gradients are not finite.
+        NoEffectWarning: The device has no float8 products, or no layer becomes faster.
+        SlowPathWarning: No block is compiled, or gradients contain NaN or infinity.
 
     Example:
         >>> trainer = pl.Trainer(plugins=[Float8(emulate=True)], logger=False, accelerator="cpu")
@@ -211,12 +217,12 @@ class Float8(AutoPrecision):
         return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers, *shards))
 
     def assumptions(self) -> list[str]:
-        """Return the layers that a prediction has converted, since a chart of bytes does not show them."""
+        """Return the layers that a prediction has converted, which a chart of bytes does not show."""
         outcome = self.outcome()
         return [f"{'' if outcome.effective else 'no effect: '}{outcome.did}"]
 
     def apply(self, model: nn.Module) -> int:
-        """Convert the layers that gain; a second call does nothing."""
+        """Convert the layers that become faster; a second call does nothing."""
         try:
             self._listed, count = convert_model(
                 model,
@@ -230,7 +236,7 @@ class Float8(AutoPrecision):
         return count
 
     def _device_of(self, model: nn.Module) -> devices.Device:
-        """Return a prediction's GPU, or the device of the run."""
+        """Return the GPU of a prediction, or the device of the run."""
         self._settle_device(model)
         trainer: Any = getattr(model, "_trainer", None)
         root: Any = torch.device(str(self.device)) if trainer is None else trainer.strategy.root_device
@@ -238,12 +244,12 @@ class Float8(AutoPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert layers unless a callback has done so earlier; warn if no layer gains."""
+        """Convert layers unless a callback has converted them already; warn if no layer becomes faster."""
         trainer: pl.Trainer | None = getattr(module, "_trainer", None)
         if trainer is not None and self._planned is None:
             rules.enforce(self, trainer, module)  # pyright: ignore[reportArgumentType]
         self.apply(module)
-        # A second fit counts again.
+        # The counters start at zero in each fit.
         self._steps, self._checked, self._overflows = 0, 0, Counter()
         whys = Counter(why for _, why in self._listed.values())
         if not whys[""]:
@@ -261,7 +267,7 @@ class Float8(AutoPrecision):
 
     @override
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        """Check the gradients of the first steps; Lightning 2.6 calls this before it clips them."""
+        """Check the gradients of the first steps; Lightning 2.6 clips gradients after this call."""
         if self._steps < FIRST_STEPS:
             self._steps += 1
             self._check_gradients(model)
@@ -270,7 +276,8 @@ class Float8(AutoPrecision):
     def _check_gradients(self, model: nn.Module) -> None:
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found = sorted(nonfinite(gradients))
-        self._checked += bool(gradients)  # an optimizer in the backward pass has freed them
+        self._checked += bool(gradients)  # empty if an optimizer in the backward pass freed them
+        # Only the first occurrence warns; all occurrences are counted.
         if found and not self._overflows:
             text = f"precision/float8: NaN or infinity in {len(found)} gradients of step {self._steps}"
             recipe = Remedy("precision.recipe=rowwise_with_gw_hp", 'Float8(recipe="rowwise_with_gw_hp")')
@@ -280,7 +287,7 @@ class Float8(AutoPrecision):
 
     @override
     def teardown(self) -> None:
-        """Convert the layers back."""
+        """Convert the layers back to `nn.Linear`."""
         self._note_uncalled()
         # Without a converted layer, torchao need not be imported.
         if any(not why for _, why in self._listed.values()):
@@ -291,9 +298,9 @@ class Float8(AutoPrecision):
         super().teardown()
 
     def _note_uncalled(self) -> None:
-        """Mark layers that did not run although others did: something else may read their weights."""
+        """Mark converted layers that did not run although others ran: other code may read their weights."""
         ran = [hasattr(layer, "has_run") for layer, why in self._listed.values() if not why]
-        if any(ran) and not self._has_compiled:  # compiled layers do not record it
+        if any(ran) and not self._has_compiled:  # compiled layers do not record `has_run`
             for name, (layer, why) in self._listed.items():
                 if not why and not hasattr(layer, "has_run"):
                     self._listed[name] = layer, NOT_CALLED
@@ -316,7 +323,7 @@ class Float8(AutoPrecision):
         count = sum(self._overflows.values())
         checked = f"in the first {self._checked} step{'' if self._checked == 1 else 's'}"
         found = f"{count or 'no'} gradients with NaN or infinity {checked}"
-        # A prediction runs no real step, so it has no gradients to check.
+        # A prediction runs no real step, so there are no gradients to check.
         if converted and self._planned is None:
             did += f"; {found}" if self._checked else "; gradients not checked for NaN and infinity"
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
@@ -327,11 +334,12 @@ class Float8(AutoPrecision):
 def convert_model(
     model: nn.Module, recipe: str, skip: str | Iterable[str], *, all_gather: bool, on: Device | None
 ) -> tuple[dict[str, tuple[nn.Linear, str]], int]:
-    """Convert layers that gain on a device, or all possible ones without one; return reasons and count."""
+    """Convert layers that are faster on a device (None: all possible layers); return reasons and count."""
     from lightning_eff.precision._float8_linear import Float8Linear, convert, recipe_config
 
     skip = [skip] if isinstance(skip, str) else skip
     names = {plain_name(name) for name, _ in model.named_modules() if name}
+    # `head` is the default, and many models have no module of that name.
     check_module_names("skip", [name for name in skip if name != "head"], names)
     present = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     gain = None if on is None else functools.partial(speedup, device=on, recipe=recipe)
@@ -341,7 +349,7 @@ def convert_model(
         listed = {name: (layer, missing) for name, (layer, _) in listed.items()}
     new = [layer for name, (layer, why) in listed.items() if not why and name not in present]
     for layer in new:
-        # A frozen layer is cast by rows, and such scales are not known before the weight is gathered.
+        # A frozen weight is cast by rows, and scales of rows are not known before the weight is gathered.
         is_gathered = all_gather and layer.weight.requires_grad
         own = recipe if layer.weight.requires_grad else "rowwise"
         convert(layer, recipe_config(own, emulate=on is None, all_gather=is_gathered))
@@ -376,15 +384,17 @@ def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> 
 def reasons(
     model: nn.Module, skip: Iterable[str], gain: Callable[[nn.Linear], float] | None
 ) -> dict[str, tuple[nn.Linear, str]]:
-    """Return every linear layer of a model by name, and why it is not converted; empty if it may be.
+    """Return every linear layer by name, with the reason why it is not converted; empty if there is none.
 
     Args:
         model: The model, with adapters.
         skip: Names, or ends of names, of modules that are not converted, with all modules in them.
-        gain: Returns a layer's speed in float8 relative to bfloat16. None converts every possible layer.
+        gain: Function that returns a layer's speed in float8 relative to bfloat16. With None, every possible
+            layer is converted.
     """
+    # Hugging Face models return their head as `get_output_embeddings`.
     heads = {id(getattr(module, "get_output_embeddings", lambda: None)()) for module in model.modules()}
-    # Not `weight`: a parametrized layer computes it, and spectral_norm counts each computation.
+    # Not `weight`: a parametrized layer would compute its weight, and spectral_norm counts computations.
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tied = {p for module in embeddings for p in module.parameters(recurse=False)}
     blocks = tuple(f"{name}." for name in repeated_blocks(model))

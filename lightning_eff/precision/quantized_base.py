@@ -1,25 +1,26 @@
-"""Quantize frozen weights, and train the rest in float32: QLoRA, in combination with adapters.
+"""Quantize frozen weights, and train all other weights in float32; with adapters, this is QLoRA.
 
 With adapters, most of the memory holds the frozen model. `nf4`, `fp4` and `int8` quantize frozen linear
-layers with bitsandbytes, on the CPU too. With 4 bits there is one scale per block, itself quantized to 8 bits
-(`double_quant`): 4.13 bits per weight. Layers are quantized before adapters are added, so the layers that
-will be frozen are determined in advance: with PeftAdapter all but `modules_to_save`, otherwise those that are
-frozen already. The head of a Hugging Face model, tied weights and all other layers are unchanged. `bf16` and
-`fp16` cast frozen matrices, embeddings included, and the biases of their layers. They do so after adapters
-are added and before a checkpoint is read; norms are unchanged.
+layers with bitsandbytes, also on a CPU. In 4-bit formats, each block of weights has one scale, and
+`double_quant` quantizes the scales to 8 bits; a weight then takes 4.13 bits. Layers are quantized before
+adapters are added, so the layers that will be frozen are determined in advance. With PeftAdapter these are
+all layers except `modules_to_save`, otherwise the layers that are frozen already. The head of a Hugging Face
+model, tied weights and all other layers are unchanged. `bf16` and `fp16` cast frozen matrices, embeddings
+included, and the biases of their layers. This cast happens after adapters are added and before a checkpoint
+is read; norms are unchanged.
 
 All trained parameters become float32, even in a model that was loaded in bfloat16. Matrix products are
-computed in `compute_dtype`, as under `precision/auto`. A checkpoint holds the packed weights, and they are
+computed in `compute_dtype`, as under `precision/auto`. A checkpoint holds the packed weights, which are
 loaded unchanged.
 
-Saves: memory of frozen weights: 4.13 bits each in NF4, 8 in int8, 16 in bfloat16.
-Costs: the error in the report: 9 % of a weight's norm in nf4, 11 in fp4, 0.5 in int8. Each pass dequantizes
-    the weights. A 16-bit embedding makes the residual stream 16-bit: add it to `skip_modules` if that is too
-    few bits.
-When not: the frozen weights fit in bfloat16. Nothing is frozen: such a run is rejected.
-Conflicts: a model without frozen, or without trained, weights is rejected. Strategies that shard weights;
-    float64; trained biases of quantized layers (LoRA's `bias`). `callbacks/triton_gemm` does not replace
-    quantized layers.
+Saves: memory for frozen weights; a weight takes 4.13 bits in NF4, 8 in int8, 16 in bfloat16.
+Costs: rounding errors, which the report states: 9 % of a weight's norm in nf4, 11 % in fp4, 0.5 % in int8.
+    Each pass dequantizes the weights. With a 16-bit embedding, the residual stream has 16 bits; if these are
+    too few bits, add the embedding to `skip_modules`.
+When not: the frozen weights fit in memory in bfloat16; nothing is frozen (such a run is rejected).
+Conflicts: models without frozen weights or without trained weights, strategies that shard weights, float64
+    weights, and trained biases of quantized layers (LoRA's `bias`) are rejected. `callbacks/triton_gemm` does
+    not replace quantized layers.
 Source: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; https://huggingface.co/docs/bitsandbytes
 """
 
@@ -59,9 +60,9 @@ CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS: dict[str, Format] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 """Lightning's precision for each `compute_dtype`."""
 NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""Layers that on some devices reject weights of another dtype than their input's; they have few weights."""
+"""Layers that on some devices reject weights in another dtype than the input; norms have few weights."""
 MAX_ERROR = 0.5
-"""Fraction of a weight's norm: several times the error of each format on trained weights."""
+"""Largest error as a fraction of a weight's norm: several times any format's error on trained weights."""
 ADAPTERS = (Remedy("+callbacks=peft_adapter", "PeftAdapter()"),)
 
 
@@ -70,21 +71,21 @@ def _without(name: str) -> Remedy:
 
 
 class QuantizedBase(AutoPrecision):
-    """Keep frozen weights in few bits, and trained ones in float32; `Trainer(plugins=[QuantizedBase()])`.
+    """Keep frozen weights in few bits and trained weights in float32; `Trainer(plugins=[QuantizedBase()])`.
 
     Args:
         quant_type: Format of frozen weights: `nf4`, `fp4`, `int8`, `bf16` or `fp16`.
-        compute_dtype: Dtype of matrix products: `bf16`, `fp16`, `fp32`, or `auto` for the dtype of 16-bit
-            weights, else bf16 if the device computes it natively.
+        compute_dtype: Dtype of matrix products: `bf16`, `fp16`, `fp32`, or `auto`. `auto` chooses the dtype
+            of a model with 16-bit weights; for other models, bf16 if the device computes bf16 natively.
         double_quant: Quantize the scales of 4-bit blocks to 8 bits.
-        blocksize: Weights per scale, with 4 bits.
+        blocksize: Number of weights per scale, in 4-bit formats.
         skip_modules: Names, or ends of names, of modules that are neither quantized nor cast, with all
             modules in them.
-        device: Device type for autocast; None for the strategy's.
+        device: Device type for autocast; None for the strategy's device.
 
     Raises:
-        ConfigError: An argument has another value; no weight is frozen, or none is trained; a layer cannot be
-            quantized, or would lose most of its weight.
+        ConfigError: An argument has an unknown value; no weight is frozen, or no weight is trained; a layer
+            cannot be quantized, or the error would exceed half of its weight's norm.
         EnvironmentLacksError: bitsandbytes is not installed.
 
     Warns:
@@ -136,7 +137,7 @@ class QuantizedBase(AutoPrecision):
         self.skip_modules = [skip_modules] if isinstance(skip_modules, str) else skip_modules
         self._errors: dict[str, float] = {}
         self._bytes: dict[str, tuple[int, int]] = {}
-        """Bytes before and after, by name of layer or parameter."""
+        """Bytes before and after the conversion, by name of layer or parameter."""
         self._num_trained = self._trained_bytes = 0
 
     @override
@@ -167,11 +168,11 @@ class QuantizedBase(AutoPrecision):
         return True
 
     def apply(self, model: nn.Module) -> int:
-        """Quantize the linear layers that will be frozen; quantized layers are unchanged.
+        """Quantize the linear layers that will be frozen; layers that are quantized already stay unchanged.
 
         Args:
-            model: The model, with its weights loaded, before adapters are added; in a custom loop, already
-                frozen.
+            model: The model with loaded weights, before adapters are added. In a custom loop, freeze the
+                model first.
         """
         self._settle_precision(model)
         layers = linear_layers(model, self.skip_modules or ())
@@ -179,7 +180,7 @@ class QuantizedBase(AutoPrecision):
             return 0
         from lightning_eff.precision._quantized_linear import quantize
 
-        # Adapters are not attached yet: the model surgery knows which layers they will freeze.
+        # Adapters are not attached yet, so `model_surgery` returns the layers that adapters will freeze.
         frozen = model_surgery.frozen_modules(model, layers)
         new = {name: layer for name, layer in layers.items() if name in frozen}
         present = {name: layer for name, layer in model.named_modules() if is_quantized(layer)}
@@ -187,7 +188,7 @@ class QuantizedBase(AutoPrecision):
             raise self._quant_type_error(
                 "bf16 or fp16, since no linear layer is frozen and quantized weights cannot be trained"
             )
-        # A second call, on layers quantized before, keeps the errors and bytes of the first.
+        # A second call without new layers keeps the errors and bytes of the first call.
         if new:
             self._errors, self._bytes = {}, {}
         options: dict[str, Any] = {"blocksize": self.blocksize, "double_quant": self.double_quant}
@@ -213,11 +214,12 @@ class QuantizedBase(AutoPrecision):
     def cast_frozen(self, model: nn.Module) -> int:
         """Cast frozen matrices to 16 bits if requested, and trained parameters and adapters to float32."""
         trained = [p for p in model.parameters() if p.requires_grad]
+        # Evaluation needs no trained parameters.
         trainer: Any = getattr(model, "_trainer", None)
         if not trained and (trainer is None or trainer.training):
             raise self._quant_type_error("a model with trained parameters")
         for name, module in model.named_modules():
-            # bitsandbytes casts a quantized layer's bias in place, so that it would train in 16 bits.
+            # bitsandbytes casts a quantized layer's bias in place, so a trained bias would train in 16 bits.
             if is_quantized(module) and any(p.requires_grad for p in module.parameters(recurse=False)):
                 plain = plain_name(name)
                 allowed = f"[{plain}], or a frozen bias: {plain} is quantized, and its bias is trained"
@@ -240,12 +242,12 @@ class QuantizedBase(AutoPrecision):
         for name in high:
             found[name].data = found[name].data.to(dtype)
         sizes = {name: (high.get(name, p.nbytes), p.nbytes) for name, p in found.items()}
-        # In a second call they are cast already; the bytes from before the cast are kept.
+        # In a second call the matrices are cast already; the bytes from before the first cast are kept.
         self._bytes = {n: size if n in high else self._bytes.get(n, size) for n, size in sizes.items()}
         return len(low) + len(high)
 
     def _settle_precision(self, model: nn.Module) -> None:
-        """Choose the dtype of matrix products: the dtype of a model that was loaded in 16 bits."""
+        """Choose the dtype of matrix products; a model that was loaded in 16 bits decides that dtype."""
         device_type = self._settle_device(model)
         loaded = {parameter.dtype for parameter in model.parameters()}
         for name in (name for name, dtype in CAST.items() if dtype in loaded):
@@ -265,10 +267,11 @@ class QuantizedBase(AutoPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare matrix products; cast weights to 16 bits now unless that has happened earlier.
+        """Prepare matrix products, and cast weights to 16 bits unless they are cast already.
 
         Raises:
-            ConfigError: No layer was quantized, because no callback of lightning_eff triggered it in time.
+            ConfigError: No layer was quantized, because no callback of lightning_eff triggered quantization
+                in time.
         """
         if self.quant_type in QUANTIZED and not any(map(is_quantized, module.modules())):
             raise self._quant_type_error(
@@ -300,7 +303,7 @@ class QuantizedBase(AutoPrecision):
 
 
 def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules that are neither named (by ends of names) nor inside a named one, by name.
+    """Yield modules by name, except modules that `skip_modules` names (by ends of names) and their children.
 
     Raises:
         ConfigError: A name matches no module.
@@ -315,10 +318,10 @@ def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[t
 def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn.Linear]:
     """Return the linear layers that can be quantized, by name.
 
-    Excluded: subclasses of `nn.Linear`, which may compute something else; layers that share their weight with
-    another module; heads that Hugging Face models name as their output embeddings.
+    These layers are excluded: subclasses of `nn.Linear`, which may compute something else; layers that share
+    a weight with another module; output embeddings of Hugging Face models.
     """
-    # Modules per parameter: another module that shares a quantized weight would read its codes as values.
+    # Modules per parameter: another module that shares a quantized weight would read codes as values.
     num_modules = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
     return {
@@ -334,6 +337,7 @@ def matrices(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[st
     """Yield the frozen matrices, and the biases of their layers, by name."""
     for name, module in modules_without(model, skip_modules):
         own = dict(module.named_parameters(recurse=False))
+        # Norms, and layers without a matrix, are small: a cast would save little.
         if isinstance(module, NORMS) or all(parameter.ndim < 2 for parameter in own.values()):
             continue
         for key, parameter in own.items():
@@ -355,5 +359,5 @@ def quantization_tensors(parameter: Tensor) -> list[Tensor]:
 def storage_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the bytes of parameters and their scales; shared memory counts once."""
     tensors = [t for parameter in parameters for t in (parameter, *quantization_tensors(parameter))]
-    # By address: tied weights, and tables that all layers share, have the same one.
+    # Count by address: tied weights share an address, and so do tables that all layers share.
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -1,13 +1,13 @@
-"""Learning rate that rises, stays and falls: its settings include cosine, linear and warmup-stable-decay.
+"""Learning-rate schedule that rises, stays and falls: cosine, linear, or warmup-stable-decay.
 
-The rate is a closed form of the number of optimizer steps so far, and a checkpoint holds only that number. So
-a run that resumes with more steps follows the schedule of its new length, starting at its current step. Why
-not SequentialLR or OneCycleLR: they store their length in the checkpoint, so in a lengthened run the rate
-rises or swings back.
+The rate is a closed-form function of the number of completed optimizer steps, and a checkpoint holds only
+that number. So a run that resumes with a larger number of steps follows the schedule of the new length,
+starting at the current step. Why not SequentialLR or OneCycleLR: these store the schedule's length in the
+checkpoint, so in a run with more steps the rate rises again.
 
 Saves: nothing.
 Costs: nothing measurable.
-When not: the optimizer averages its weights instead of using a schedule: `scheduler=none`.
+When not: the optimizer averages its weights instead of using a schedule; set `scheduler=none`.
 Conflicts: none.
 Source: Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983; Hu et al. 2024,
     https://arxiv.org/abs/2404.06395 (stable, then decay)
@@ -33,17 +33,18 @@ class WarmupDecay(LRScheduler):
     """Multiply every group's learning rate by a factor that depends on the optimizer steps so far.
 
     Args:
-        optimizer: Its learning rates are scheduled.
-        total_steps: Optimizer steps in the run; None is replaced when it is built for a Trainer.
-        warmup_steps: Steps in which the factor rises linearly to 1, even if the run is shorter; below 1 a
-            fraction of the run's steps, rounded up.
-        decay: `cosine`, `linear`, or `none` to stay at 1.
-        decay_fraction: Fraction of the steps after the warm-up, at the end, in which the rate falls; before
-            that it stays at 1.
-        min_lr_ratio: The factor at the last step and after it.
+        optimizer: Optimizer whose learning rates are scheduled.
+        total_steps: Number of optimizer steps in the run; None is replaced by the Trainer's number if there
+            is a Trainer.
+        warmup_steps: Number of steps in which the factor rises linearly to 1, even if the run is shorter. A
+            number below 1 is a fraction of the run's steps, rounded up.
+        decay: `cosine`, `linear`, or `none` for a factor that stays at 1.
+        decay_fraction: Fraction of the steps after the warm-up in which the rate falls, at the end of the
+            run; until then, the factor stays at 1.
+        min_lr_ratio: Factor at the last step and after the last step.
 
     Raises:
-        ConfigError: A number is out of range, or the run has no known length although one is needed.
+        ConfigError: A number is out of range, or the run's length is needed but unknown.
 
     Example:
         >>> import torch
@@ -74,6 +75,7 @@ class WarmupDecay(LRScheduler):
             raise ConfigError(key="warmup_steps", value=warmup_steps, allowed=allowed)
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
+        # Only a fraction of the run depends on its length.
         self._num_warmup_steps = int(warmup_steps)
         if total_steps is not None and warmup_steps < 1:
             self._num_warmup_steps = math.ceil(warmup_steps * total_steps)
@@ -88,7 +90,7 @@ class WarmupDecay(LRScheduler):
             return (step + 1) / self._num_warmup_steps  # the first step has a rate above 0
         if self.decay == "none" or self.total_steps is None:
             return 1.0
-        # A resumed run may have another length: the curve depends on the steps that are left.
+        # A resumed run may have another length: the curve depends on the number of remaining steps.
         decay_steps = self.decay_fraction * (self.total_steps - self._num_warmup_steps)
         steps_left = self.total_steps - step
         remaining = steps_left / decay_steps if decay_steps > 0 else float(steps_left > 0)
@@ -109,6 +111,7 @@ class WarmupDecay(LRScheduler):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]
+        # Not from the checkpoint, so that the rate follows the settings of this run.
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
