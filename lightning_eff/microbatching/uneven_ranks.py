@@ -177,7 +177,8 @@ class UnevenRanks:
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            # Broadcast once: DDP broadcasts in each forward pass, but the ranks' numbers of passes may differ.
+            # Broadcast once: DDP broadcasts in each forward pass, but ranks may have different numbers of
+            # passes.
             take_buffers(model)
         type(validation).on_run_start(validation)
 
