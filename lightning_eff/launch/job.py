@@ -2,8 +2,8 @@
 
 A run on several devices consists of several processes. The processes are started by the command
 (launch/ranks.py), or by a launcher (torchrun, SLURM), which does not read `trainer.devices`. If there are
-more devices than processes, Lightning waits for ranks that never start. If there are fewer, the same run is
-trained several times. run.py and the command's verbs call these checks.
+more devices than processes, Lightning waits for ranks that never start. If there are more processes than
+devices, the same run is trained several times. run.py and the command's verbs call these checks.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Launch:
         if "SLURM_NTASKS" in environment and not is_shell:
             tasks, local = number.get("SLURM_NTASKS"), number.get("SLURM_NTASKS_PER_NODE")
             return cls("slurm", number.get("SLURM_PROCID", 0), tasks, local)
+        # The environment does not have the global rank; this value is 0 only on rank 0.
         rank = max(number.get("LOCAL_RANK", 0), number.get("NODE_RANK", 0))
         return cls("lightning" if "LOCAL_RANK" in environment else "", rank)
 
@@ -290,7 +291,7 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
     Args:
         launch: The launcher of this process, and the rank that the launcher assigned.
         folder: The folder in this rank's configuration.
-        has_default_name: Whether the folder's name has a timestamp. Other names are the same on all ranks.
+        has_default_name: Whether the folder's name has a timestamp; without it, all ranks have the same name.
 
     Raises:
         UsageError: A rank did not answer in time, or the ranks have no store to exchange the folder.
@@ -323,8 +324,8 @@ def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path) -> Path:
 
     torchrun's store survives a restart, and still contains the addresses of the previous attempt. A restarted
     rank that reads an old address connects to a process that is gone. The restart number does not distinguish
-    attempts, because each machine counts its restarts separately. Each rank therefore asks rank 0 with a
-    random key. Rank 0 answers with the address of a new store, which ends when rank 0 ends.
+    attempts, because each machine counts its restarts separately. Each rank therefore sends rank 0 a question
+    with a random key. Rank 0 answers with the address of a new store, which ends when rank 0 ends.
 
     Source: https://github.com/pytorch/pytorch/issues/135712 and 167288, open in torch 2.13.
 

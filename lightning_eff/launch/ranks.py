@@ -1,8 +1,7 @@
 """Start the ranks of a run on this machine; if a rank fails, end all ranks and name the failed rank.
 
-`train` and the verbs that evaluate call `run_ranks`. As with torchrun, one process is the parent of all
-ranks. The parent sets torchrun's environment variables, and each rank writes its error to torchrun's error
-file.
+The verbs that train or evaluate call `run_ranks`. As with torchrun, one process is the parent of all ranks.
+The parent sets torchrun's environment variables, and each rank writes an error file as under torchrun.
 
 Why not torch's own agent (`torch.distributed.launcher`): after a failure, the agent waits 30 s for ranks that
 hang in a collective. Why not Lightning's launcher: rank 0 is the parent of the other ranks, and no process
@@ -83,7 +82,7 @@ def run_ranks(
             for local, file in enumerate(files):
                 own = {"RANK": str(first + local), "LOCAL_RANK": str(local), ERROR_FILE: str(file)}
                 environment = os.environ | common | own
-                # Start a session, so that SIGKILL to its group also ends processes that the rank has started.
+                # A new session makes the rank a group leader: SIGKILL to its group also ends its children.
                 stdout = 2 if as_json else None
                 rank = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)  # noqa: S603
                 ranks.append(rank)
@@ -102,9 +101,10 @@ def run_ranks(
 
 
 def _of_all_ranks(num_local: int, num_ranks: int, node: str) -> dict[str, str]:
-    """Return those of torchrun's environment variables that all ranks of this machine share."""
+    """Return the torchrun environment variables that all ranks of this machine share."""
     from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+    # Without a limit, each rank would start one thread per core of the machine.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // num_local, 1))
     return {
         "TORCHELASTIC_RUN_ID": "lightning_eff",
@@ -193,7 +193,7 @@ def first_failure(
         if text := _message(file):
             log = error_log(folder, rank)
             where = f" (traceback: {log})" if log.exists() else ""
-            if "\n  try: " in text:  # an error with remedies: only the class name is removed
+            if "\n  try: " in text:  # if the error has remedies, remove only the class name
                 text = text.partition(": ")[2]
             else:
                 text = f"rank {rank}: {text.splitlines()[0]}{where}"
@@ -206,6 +206,7 @@ def first_failure(
             found.append((0.0, rank, f"rank {rank} {cause}", max(code, EXIT_FAILED)))
     if not found:
         return None
+    # The earliest failure; a rank without an error file has time 0, so it comes first.
     _, _, text, exit_code = min(found)
     return RankError(text, exit_code)
 

@@ -34,9 +34,9 @@ from lightning_eff.launch.ray import Ray
 from lightning_eff.launch.ray_worker import FOLDER, exchanged, work
 
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Size of the object store of a Ray started for this run; Ray's default is 30 % of the machine's memory."""
+"""Size of Ray's object store if Ray is started for this run; the default is 30 % of the machine's memory."""
 LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
-"""Names of Ray's errors for a lost worker; Ray Train does not export its error classes."""
+"""Names of Ray's errors for a lost worker; Ray Train does not export these classes."""
 SETTINGS = {
     # The command configures the worker's root logger, and the worker's output goes to a file.
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
@@ -134,7 +134,8 @@ def _init(cluster: str) -> None:
 
 
 def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
-    """Reject a run that needs more than this machine has; on a cluster, which may grow, print a message."""
+    """Reject a run that needs more CPUs or GPUs than this machine has; on a cluster, only print a message."""
+    # A cluster may grow, and Ray then starts the workers that wait.
     needs = [("CPU", options.cpus, "launch.cpus=1"), ("GPU", int(options.gpu), "launch.gpu=false")]
     for name, per_worker, remedy in needs:
         needed, found = options.bounds[0] * per_worker, int(resources.get(name, 0))

@@ -1,8 +1,8 @@
 """Stop all ranks at the same step, and let a rank that fails alone exit without waiting for other ranks.
 
-In Lightning 2.6, a rank that receives SIGTERM broadcasts it from inside the signal handler, even in the
-middle of another collective. The ranks then wait for each other until the process group times out. A rank
-that raises an error saves a checkpoint, and waits at a barrier that the other ranks never reach.
+In Lightning 2.6, a rank's SIGTERM handler broadcasts the signal, even in the middle of another collective.
+The ranks then wait for each other until the process group times out. A rank that raises an error saves a
+checkpoint, and waits at a barrier that the other ranks never reach.
 
 Here, the signal handler only records the signal. Before each batch, an all-reduce of the recorded signals
 replaces Lightning's broadcast. All ranks stop together, between two optimizer steps, so that a checkpoint can

@@ -83,6 +83,7 @@ class ExactGradient:
             splitter=splitter,
             keep=kept_names(keep, splitter),
         )
+        # Without DDP or Fabric, gradients are not averaged over ranks, so the window counts one rank.
         num_ranks = dist.get_world_size() if replicas else 1
         num_ranks = fabric.world_size if fabric else num_ranks
         if self.size.is_auto and num_ranks > 1 and not replicas:
@@ -132,6 +133,7 @@ class ExactGradient:
         self._retry.finish()
         self._window.correct()
         outputs: list[tuple[MicroBatchPart, tuple[Tensor, float | None]]] = [o for run in runs for o in run]
+        # `Window.scale` has rejected a mix of weights and None, so a None means that no output has a weight.
         weights = [weight for _, (_, weight) in outputs]
         weights = [part.num_samples for part, _ in outputs] if None in weights else weights
         return mean([loss for _, (loss, _) in outputs], weights)

@@ -4,19 +4,19 @@ Each step gets the gradient of one large batch. The large batch consists of all 
 ranks. GradientAccumulation or the Trainer's own `accumulate_grad_batches` sets the length of a window, and
 MicroBatch may split each batch. window.py computes the scale factors, micro_batch_runner.py runs
 micro-batches, and this module has the methods that Lightning calls. `training_step` may return a weight with
-the mean loss: `{"loss": loss, "loss_weight": num_tokens}`. Without such weights, all samples weigh the same.
+the mean loss: `{"loss": loss, "loss_weight": num_tokens}`. If the step returns no weights, all samples weigh
+the same.
 
-`GradientAccumulation(global_batch_size=...)` sets the Trainer's `accumulate_grad_batches`. `ExactStep.run`
-reads this number at the start of a window and passes it to `Window.begin(num_batches)`. If the end of an
-epoch cuts a window short, the gradient is divided by the actual number of batches. The optimizer also steps
-if the last batch of an epoch is not trained on, for example because the loader returned None or
-`on_train_batch_start` returned -1. If a loss scaler or SkipBadSteps skips a step, neither the schedule nor
-`global_step` advances.
+`GradientAccumulation(global_batch_size=...)` sets the Trainer's `accumulate_grad_batches`. At the start of a
+window, `ExactStep.run` passes `accumulate_grad_batches` to `Window.begin`. If the end of an epoch cuts a
+window short, the gradient is divided by the actual number of batches. The optimizer also steps if the last
+batch of an epoch is not trained on, because the loader returned None or `on_train_batch_start` returned -1.
+If a loss scaler or SkipBadSteps skips a step, neither the schedule nor `global_step` advances.
 
-Why a subclass: Lightning divides the loss by the nominal length of a window before each backward pass. At
-that time, the weights and the actual length are still unknown. Lightning has no hook between the last
-backward pass and gradient clipping. The private names (`_AutomaticOptimization`, `_should_accumulate`, ...)
-are from Lightning 2.6.6, and only this module uses them.
+Why a subclass: Lightning divides the loss by the nominal length of a window before each backward pass. The
+weights and the actual length of a window are known only after its last backward pass. Lightning has no hook
+between the last backward pass and gradient clipping. The private names (`_AutomaticOptimization`,
+`_should_accumulate`, ...) are from Lightning 2.6.6, and only this module uses them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAX_NAMES = 12
 WITHOUT_ACCUMULATION = Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation")
 WITHOUT_MICRO_BATCH = Remedy("~callbacks.micro_batch", "remove MicroBatch")
 MAX_FLAT_CHECKS = 8
-"""Maximum number of loss checks: a check is repeated while all parts of a batch have the same loss."""
+"""Maximum number of loss checks: the check is repeated while all parts of a batch have the same loss."""
 
 
 @runtime_checkable
@@ -183,7 +183,7 @@ class ExactStep(_AutomaticOptimization):
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
         """Advance the schedulers as Lightning does, except after a batch that was not trained on.
 
-        If an untrained batch ends the epoch, the optimizer first steps on the incomplete window.
+        If a batch that was not trained on ends the epoch, the optimizer first steps on the open window.
         """
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         is_due = interval == "step" and not update_plateau_schedulers
@@ -206,7 +206,7 @@ class ExactStep(_AutomaticOptimization):
         self._optimizer_step(batch_idx, lambda: None)
 
     def _reject_shards(self, what: str) -> None:
-        """Reject an incomplete window of a sharded model, whose gradients need another pass to be reduced."""
+        """Reject an incomplete window of a sharded model: its gradients would need another backward pass."""
         strategy = self.trainer.strategy
         if isinstance(strategy, SingleDeviceStrategy) or isinstance(strategy.model, DistributedDataParallel):
             return
@@ -314,7 +314,8 @@ class ExactStep(_AutomaticOptimization):
         is_by_samples = self.uneven.is_on and self.around_training_step is nullcontext
         if weight is None and part is not None and is_by_samples and batch_samples != 0:
             weight = float(part.num_samples or 1)
-        if self.uneven.has_idle and not is_by_samples:  # the same on all ranks, so all of them raise
+        # `has_idle` is the same on all ranks, so all ranks raise this error.
+        if self.uneven.has_idle and not is_by_samples:
             raise ConflictError(
                 "callbacks/contrastive compares the samples of all ranks, and one has no batch left\n"
                 "  try: as many batches on each rank (limit_train_batches)"

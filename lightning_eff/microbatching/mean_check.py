@@ -1,11 +1,11 @@
 """Check that a loss is a mean over samples; otherwise micro-batches and accumulation change its gradient.
 
 lightning_loop.py calls `check_mean` before the first split. `check_mean` runs a few samples as one batch,
-then as pairs, and then as halves. The mean of the parts' losses must equal the loss of the batch. The mean
-and the batch's loss differ if a loss compares samples with each other (contrastive, redundancy, ranking), is
-a sum, or is a mean over tokens without a `loss_weight`. Modules run in evaluation mode, because dropout and
-batch statistics would differ between the runs. If `training_step` itself draws random numbers, the check is
-inconclusive.
+then as pairs, and then as halves. The mean of the parts' losses must equal the loss of the batch. A loss
+fails the check if it is a sum, or compares samples with each other (contrastive, redundancy, ranking). A mean
+over tokens fails too, unless `training_step` returns a `loss_weight`. Modules run in evaluation mode, because
+dropout and batch statistics would differ between the runs. If `training_step` itself draws random numbers,
+the check is inconclusive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_eff.microbatching.window import weight_of
 
 MAX_SAMPLES = 16
 MAX_ROUNDING = 0.03
-"""Largest relative difference of two losses that rounding to 16 or 8 bits explains."""
+"""Relative difference up to which two losses in 16 or 8 bits count as equal."""
 SMALL_LOSS = 0.01
 """Smallest denominator of a relative difference, for losses near 0."""
 Run = Callable[[MicroBatchPart], Any]
@@ -98,7 +98,7 @@ def check_mean(
         # operation counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
-            full, again = run_part(few), run_part(few)  # twice, to detect a loss that changes by itself
+            full, again = run_part(few), run_part(few)  # twice, to detect a loss that is not deterministic
             outputs = [[run_part(part) for part in partition] for partition in partitions]
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
         rounding = MAX_ROUNDING if is_low else _rounding({*dtypes, full.loss.dtype}, device)
@@ -123,7 +123,7 @@ def check_mean(
 
 
 def _rounding(dtypes: set[torch.dtype], device: torch.device) -> float:
-    """Return the largest relative difference that rounding explains: half of the dtype's digits.
+    """Return the relative difference up to which two losses count as equal: half of the dtype's digits.
 
     The result is 7e-9 in float64, 2e-4 in float32, and 3e-3 with TF32 on a GPU.
     """
@@ -183,7 +183,7 @@ class _Untraced:
         run: Function that runs `training_step` on a part of a batch.
         module: The LightningModule whose `training_step` runs.
         device: The module's device.
-        moved: Set to which the names of parameters and buffers that `training_step` changes are added.
+        moved: A set of names, to which the parameters and buffers that `training_step` changes are added.
     """
 
     def __init__(self, run: Run, module: pl.LightningModule, device: torch.device, moved: set[str]) -> None:
@@ -211,7 +211,8 @@ class _Untraced:
             again = self._state.again("the check of the loss")
             with again, _unlogged(module.trainer), redirect_stdout(io.StringIO()):
                 for child in module.modules():
-                    vars(child)["training"] = False  # not `eval()`, where adapters may merge weights
+                    vars(child)["training"] = False  # `eval()` could make adapters merge their weights
+                # Attributes of the instance hide the methods, until `again` restores the instance.
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
                 buffers = {name: (each, version(each)) for name, each in module.named_buffers()}
                 # Copy the batch, because the step may change its batch in place.

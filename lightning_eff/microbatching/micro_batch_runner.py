@@ -108,6 +108,7 @@ class MicroBatchRunner:
         """Run one batch in micro-batches; return and log the full batch's values."""
         batch = arguments["batch"]
         outputs = self.retry.run(batch, partial(self._run_part, arguments, functions), functions.position)
+        # With a batch size of None, Lightning counts the samples of the full batch itself.
         self._results.batch, self._results.batch_size = batch, None
         if len(outputs) == 1:
             (_, (result, *_)), *_ = outputs

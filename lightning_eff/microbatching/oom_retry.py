@@ -5,14 +5,15 @@ gradients. Then the step is computed again from its first sample, with half the 
 is bit-identical to a run that started with the smaller size. If the step has several batches, the earlier
 batches are computed again too, but their values are logged once.
 
-The search tries each size with the parts of a step that need the most memory, and then undoes them. A trial
-runs two or three micro-batches, the optimizer's update, and one more micro-batch. The second micro-batch adds
-to existing gradients. The update may allocate the optimizer's state, so the last micro-batch has less memory.
+For each size, the search runs the parts of a step that need the most memory, and undoes their changes. A
+trial runs two or three micro-batches, the optimizer's update, and one more micro-batch. The second
+micro-batch adds to existing gradients. The update may allocate the optimizer's state, so the last micro-batch
+has less memory.
 
-If a rank of DDP ran out of memory in a backward pass, the other ranks would wait forever, and DDP's reducer
-would be in an undefined state. With `auto`, every micro-batch therefore runs without collectives, and other
-ranks can wait for a rank that retries. At the end of the step, the ranks average their gradients in buckets,
-as DDP does, and agree on the micro-batch size. The result matches DDP: a parameter that no rank used gets no
+Under DDP, a rank that runs out of memory in a backward pass leaves the other ranks waiting, and DDP's reducer
+in an undefined state. With `auto`, every micro-batch therefore runs without collectives, and the other ranks
+can wait for a rank that retries. At the end of the step, the ranks average their gradients in buckets, as DDP
+does, and agree on the micro-batch size. The result matches DDP: a parameter that no rank used gets no
 gradient, and all ranks have the first rank's buffers.
 """
 
@@ -50,7 +51,7 @@ FIXED_SIZE = Remedy("callbacks.micro_batch.micro_batch_size=8", "MicroBatch(micr
 AUTO = "micro_batch_size=auto on several ranks"
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket; a larger gradient gets a separate bucket."""
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private, as of torch 2.13
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private names of torch 2.13
 TOO_FEW = "Expected more than 1 value per channel"
 """The error of a batch norm that gets a single sample; the search rejects a size that causes this error."""
 RunPart = Callable[..., Any]
@@ -66,7 +67,7 @@ PartOutputs = list[tuple[MicroBatchPart, Any]]
 
 @dataclass(frozen=True)
 class Halving:
-    """One out-of-memory error."""
+    """An out-of-memory error, and the micro-batch size that was tried next."""
 
     before: int  # micro-batch size in samples that did not fit
     after: int  # micro-batch size that was tried next
@@ -86,16 +87,16 @@ class MicroBatchSize:
     tried: dict[int, bool] = field(default_factory=dict[int, bool])  # last search: size -> whether it fits
     num_split: int = 0  # batches that were split
     largest: int = 0  # samples of the largest batch so far
-    max_parts: int | None = None  # in a prediction: if a batch has more micro-batches, the middle is skipped
+    max_parts: int | None = None  # for predictions: run this many micro-batches of a batch, skip the middle
 
     def num_samples(self, batch: Any) -> int | None:
-        """Count the samples of a batch with the current rules; return None if they cannot be counted."""
+        """Count the samples of a batch by the current rules; return None if counting is not possible."""
         if self.splitter is None:
             return splitting.num_samples(batch, self.keep)
         return len(splitting.split(batch, 1, self.splitter))
 
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
-        """Split a batch into micro-batches of `size` samples; with None, return the batch as one of them."""
+        """Split a batch into micro-batches of `size` samples; with None, return it as one micro-batch."""
         parts = splitting.split(batch, size, self.splitter, self.keep)
         self.largest = max(self.largest, sum(part.num_samples or 0 for part in parts))
         if self.max_parts is None or len(parts) <= self.max_parts:
@@ -208,6 +209,7 @@ class OomRetry:
         self._is_finished = False
         if not self._size.is_auto:
             return
+        # Micro-batches run without collectives, so DDP itself does not broadcast the buffers.
         if self.replica is not None:
             take_buffers(self.replica)
         self._snapshot.keep()
@@ -286,7 +288,7 @@ class OomRetry:
             )
 
     def finish(self) -> None:
-        """Average gradients over the ranks, set the same size on all ranks, and free the batches."""
+        """Average gradients over the ranks, make the ranks' sizes equal, and free the batches."""
         self._earlier = []
         self._is_finished = True
         if self.replica is not None:
@@ -367,6 +369,7 @@ class OomRetry:
         self._snapshot.keep()
         for parameter in parameters:
             parameter.grad = None
+        # Hooks of other techniques must not count the update of a trial as a step.
         hooks = [getattr(optimizer, name, {}) for name in STEP_HOOKS]
         kept = [dict(registered) for registered in hooks]
         for registered in hooks:
@@ -416,11 +419,12 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
         also: A number to sum over the ranks in the same collective.
 
     Returns:
-        The sum of `also`.
+        The sum of `also` over the ranks.
     """
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     num_ranks = dist.get_world_size(model.process_group)
     has_gradient = [float(parameter.grad is not None) for parameter in parameters]
+    # One vector, so that one all-reduce sums `also` and counts the ranks with a gradient of each parameter.
     counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(counts, group=model.process_group)
     total, *counts_by_parameter = counts.tolist()

@@ -6,14 +6,14 @@
 - buffers, the states of torchmetrics, and the values that Lightning has logged;
 - every module's attributes, and the items of lists in these attributes.
 
-Changes to custom objects, files and the batch are not undone. A step must not change a frozen parameter, nor
-a buffer that cannot be copied (sparse, expanded). Undoing a step that has changed such a tensor is an error.
+Changes to custom objects, files and the batch are not undone. Undoing a step raises an error if the step has
+changed a frozen parameter, or a buffer that cannot be copied (sparse, expanded).
 
 `OptimizerSnapshot` keeps parameters, gradients and optimizer state in host memory. `atomic_update` takes an
 `OptimizerSnapshot` before an update, because memory may run out after half of the parameters are updated. On
 a CPU, a snapshot is taken before every update. On other devices, a snapshot is taken only before the first
-update, which allocates the optimizer's state, because a copy to the host takes longer than a step. If an
-optimizer evaluates its closure more than once in a step (LBFGS), the update is not retried.
+update, which allocates the optimizer's state. A snapshot before every update would take longer than a step.
+If an optimizer evaluates its closure more than once in a step (LBFGS), the update is not retried.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepSnapshot:
 
     Args:
         module: The model.
-        device: The device whose random state is kept in addition to the CPU's.
+        device: The device whose random state is kept in addition to the CPU's random state.
         logged: Lightning's collection of logged values; None without a Trainer.
     """
 
@@ -165,6 +165,7 @@ class OptimizerSnapshot:
             for key in group.keys() - options.keys() - {"params"}:
                 del group[key]
             group.update(_copied(options))
+        # Delete state that the failed update has created, so that the retry creates it again.
         for key in [key for key in self._optimizer.state if key not in self._state]:
             del self._optimizer.state[key]
         for key, value in self._state.items():

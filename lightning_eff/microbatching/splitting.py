@@ -8,7 +8,7 @@ type:
   values must have the same number of samples.
 - Numbers, texts, 0-d tensors and the values named in `keep` (class weights, positions, a graph) are passed to
   every micro-batch unsplit.
-- Values of other types are rejected, since any split would be a guess. They need a `splitter`.
+- Values of other types are rejected without a `splitter`, since any split would be a guess.
 
 Slices of tensors are views of the batch; each micro-batch has new containers.
 """
@@ -32,9 +32,9 @@ from lightning_eff.core.errors import ConfigError, list_remedy
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Function that splits a batch into micro-batches: `splitter(batch, micro_batch_size)`."""
 PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
-"""Types without tensors. Outside of lists, such a value belongs to all samples; in a list, to one sample."""
+"""Types without tensors. A value of these types belongs to all samples; an item of a list, to one sample."""
 MAX_INSPECTED = 256
-"""Number of items inspected to decide whether a list has tensors, since a list may have a million items."""
+"""Maximum number of items of a list that are inspected for tensors; a list may have a million items."""
 Values = list[tuple[KeyPath, Any]]
 """The values in a batch's containers, with their paths."""
 Build = Callable[[Iterator[Any]], Any]
@@ -50,7 +50,7 @@ class MicroBatchPart:
 
 
 class AmbiguousBatchError(Exception):
-    """The samples of a batch cannot be counted or split; `odd` names values with another size."""
+    """The samples of a batch cannot be counted or split; `odd` names values whose sample count differs."""
 
     def __init__(self, text: str, odd: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -66,6 +66,7 @@ def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
         here = (*path, *keys)
         # torch's pytree treats other containers, such as dataclasses, as leaves, so flatten them here.
         fields = _fields(value)
+        # The builder of a leaf is `next`, which takes one new value from the iterator.
         inner, build = ([(here, value)], next) if fields is None else flatten(fields, here)
         values += inner
         builders.append(build if fields is None else functools.partial(_refilled, value, build))
@@ -94,7 +95,7 @@ def _refilled(container: Any, build: Build, new: Iterator[Any]) -> Any:
 
 
 def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
-    """Count the samples of a batch; return None if there are no tensors, or if their sizes differ.
+    """Count the samples of a batch; return None if it has no tensors, or if values differ in number.
 
     Args:
         batch: A batch of any type.
@@ -238,11 +239,10 @@ def _is_value(node: Any) -> bool:
 
 
 def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
-    """Return whether a list on the path holds one sample per item; its tensors have no batch dimension then.
+    """Return whether a list on the path holds one sample per item, without a batch dimension.
 
-    The first item of such a list is a dict (the targets of one image), or contains a number or text alongside
-    tensors (an image and its label). In the outermost list, however, dicts may be the batches of several
-    loaders.
+    The first item of such a list is a dict (one image's targets), or has a number or text alongside tensors
+    (an image and its label). In the outermost list, however, dicts may be the batches of several loaders.
     """
     is_scalar = isinstance(value, PLAIN) or (_is_array(value) and not value.ndim)
     return any(

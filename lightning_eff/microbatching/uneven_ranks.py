@@ -1,9 +1,9 @@
 """Train on ranks whose loaders return different numbers of batches: streams, WebDataset, uneven shards.
 
-Unless the loaders are known to have the same length, the ranks exchange their states before each batch, in an
-all-reduce of two numbers. A rank that has no batch left computes its last batch again, with weight 0. When no
-rank has a batch left, the epoch ends on all ranks. All ranks therefore run the same collectives under any
-strategy, and count the same steps. Repeated batches do not change the gradient.
+If loaders may differ in length, an all-reduce of two numbers before each batch compares the data that ranks
+have left. A rank that has no batch left computes its last batch again, with weight 0. When no rank has a
+batch left, the epoch ends on all ranks. All ranks therefore run the same collectives under any strategy, and
+count the same steps. Repeated batches do not change the gradient.
 
 A repeated batch changes neither random states nor buffers. Values of a repeated batch are logged again;
 Lightning also logs values of samples that its DistributedSampler repeats. Synchronized batch norms are
@@ -54,7 +54,7 @@ class UnevenRanks:
     is_on = False
     """Whether the training loaders of the ranks may differ in length."""
     is_idle = False
-    """Whether this rank repeats a batch, because it has no batch left and another rank has."""
+    """Whether this rank has no batch left and repeats its last batch, while another rank has data."""
     has_idle = False
     """Whether any rank repeats a batch."""
     done = False
@@ -73,7 +73,7 @@ class UnevenRanks:
         return f"{count} batch{plural} that not every rank had, counted by samples" if count else ""
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
-        """Return the methods of Lightning's loops to replace: loop, method name, replacement."""
+        """Return the replaced methods of Lightning's loops, each as loop, method name and new method."""
         fit_loop: Any = self._trainer.fit_loop
         return [
             (fit_loop, "setup_data", self._setup_lengths),
@@ -116,6 +116,7 @@ class UnevenRanks:
         # A rank with a shorter length would end its epoch before the other ranks.
         fit_loop.max_batches = int(max_batches) if math.isfinite(max_batches) else math.inf
         trainer: Any = self._trainer
+        # Lightning has computed the validation interval from the rank's own length.
         interval = trainer.val_check_interval
         if isinstance(interval, float) and trainer.val_check_batch not in (None, math.inf):
             trainer.val_check_batch = max(1, int(fit_loop.max_batches * interval))
@@ -138,6 +139,7 @@ class UnevenRanks:
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
         if batch is not None and batch[0] is not None:  # a loader may return None, which Lightning skips
             self._last = batch
+        # States are ordered: the minimum is the rank with most data left, the maximum the rank with least.
         (first,), (last,) = self._agree(state)
         if first == IS_OVER:
             raise StopIteration
@@ -170,7 +172,7 @@ class UnevenRanks:
         with isolate_rng():
             yield
         for buffer, value in before:
-            if not torch.equal(buffer, value):  # a write to an unchanged buffer would stop recomputation
+            if not torch.equal(buffer, value):  # a write to an unchanged buffer would break recomputation
                 buffer.data.copy_(value)
 
     def _begin_validation(self) -> None:

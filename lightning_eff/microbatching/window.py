@@ -1,7 +1,7 @@
 """Scale the losses and gradients of a step, so that the step's gradient is an exact weighted mean.
 
 A window consists of the batches of one optimizer step. The window's gradient equals the gradient of one large
-batch. It is a mean over the micro-batches i of the window, on all ranks:
+batch. This gradient is a weighted mean over the window's micro-batches i on all ranks:
 
     gradient = sum_i(w_i * g_i) / sum_i(w_i)      g_i: gradient of the mean loss of micro-batch i
 
@@ -15,9 +15,9 @@ the last backward pass, so the gradient is scaled in two steps:
 window's mean weight per rank, and is the same on all ranks. Dividing by `reference` keeps float16 gradients
 from overflowing, and division by a power of two does not round.
 
-If ranks may have different numbers of batches, a micro-batch's weight is its number of samples. Otherwise, if
-`training_step` returns no weights, each sample weighs 1 and all ranks count the same. Then no communication
-is needed:
+If ranks may have different numbers of batches, a micro-batch's weight is its number of samples. Otherwise,
+without weights from `training_step`, each sample weighs 1, all ranks count the same, and no communication is
+needed:
 
     loss_i   * c_i / num_batches                   c_i: samples of i / samples of the window's first batch
     gradient * num_batches / sum_i(c_i)            1, unless a window is cut short or batches differ in size

@@ -208,7 +208,7 @@ def folder_io(strategy: Any) -> AtomicFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Memory(Sharding):
-    """Memory of FSDP2, which shards every tensor by rows and gathers a block while it computes.
+    """Memory of FSDP2, which shards every tensor by rows and gathers a block while the block computes.
 
     Args:
         compute_itemsize: Bytes per element of a gathered weight; None for the itemsize of the weight's dtype.
@@ -255,7 +255,7 @@ class FSDP2Memory(Sharding):
             buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:
-            # A reduce-scatter frees the full gradients and creates their shards, so both do not add up.
+            # A reduce-scatter frees full gradients and creates their shards, so the larger of both counts.
             return replace(share, gradients=max(full, share.gradients))
         # Buffers are neither sharded nor offloaded, so they stay on the device.
         host = share.weights - model.buffers_bytes + share.gradients + share.optimizer

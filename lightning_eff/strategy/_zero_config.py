@@ -195,7 +195,7 @@ def import_deepspeed(device: str | None = None) -> None:
     Raises:
         EnvironmentLacksError: DeepSpeed cannot be imported, or was imported for another type of device.
     """
-    # Without this environment variable, DeepSpeed warns that there is no GPU.
+    # Without DS_ACCELERATOR, DeepSpeed warns that there is no GPU.
     sets_variable = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ
     os.environ |= {"DS_ACCELERATOR": "cpu"} if sets_variable else {}
     try:
@@ -249,12 +249,12 @@ def check_run(trainer: pl.Trainer) -> None:
 
 
 def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *, is_trained: bool) -> None:
-    """Reject models that DeepSpeed would silently change, or on which it fails without naming the cause.
+    """Reject models that DeepSpeed would silently change, or for which its error would not name the cause.
 
     Args:
         module: The model.
         config: DeepSpeed's configuration.
-        precision: Lightning's name of the precision.
+        precision: Lightning's name for the precision, for example `bf16-mixed`.
         is_trained: Whether there is an optimizer.
 
     Raises:

@@ -1,16 +1,16 @@
-"""Checks and adapters for the optimizer, the parameters and the precision under DeepSpeed's engine.
+"""Checks and wrappers for the optimizer, the parameters and the precision under DeepSpeed's engine.
 
-deepspeed_zero.py uses these checks and adapters when the engine starts and around each step.
+deepspeed_zero.py uses these checks and wrappers when the engine starts and around each step.
 
 Optimizer: ZeRO flattens parameters into one vector and gives each rank a slice. SGD and Adam compute the same
-update on a slice as on a full tensor. An optimizer that uses a full matrix (its norm, rows, singular vectors,
-blocks of quantized state) would silently compute another update, so this optimizer is rejected.
+update on a slice as on a full tensor. Optimizers that use a full matrix (norm, rows, singular vectors, blocks
+of quantized state) are rejected, because they would silently compute another update on a slice.
 
 Parameters: at its start, DeepSpeed copies the parameters that require gradients to float32, and then trains
 the copies. If a weight is clamped or loaded during the run, the next step overwrites the change. A weight
 that is unfrozen during the run is never trained. A weight that is frozen during the run still moves by its
-momentum. On a single device such changes take effect, so `ParameterGuard` rejects them under ZeRO. Weights
-that stay frozen may change during the run (a teacher's moving average), except in stage 3.
+momentum. On a single device, changes to parameters take effect; under ZeRO, `ParameterGuard` rejects such
+changes. Weights that stay frozen may change during the run (a teacher's moving average), except in stage 3.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ELEMENTWISE = {
     "deepspeed": ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"],
     "pytorch_optimizer": ["Lion"],
 }
-"""Optimizers that update each element independently, by package. Subclasses are not included."""
+"""Optimizers that update each element independently, by package, without their subclasses."""
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -171,9 +171,9 @@ class ParameterGuard:
 def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Generator[None]:
     """Add a trainable parameter with one element to each group that has no trainable parameter.
 
-    Stages 1 and 2 cannot partition a group without trainable parameters. Adapters create such groups, since
-    they freeze for example all norms and biases. The added parameters are also registered in the module while
-    DeepSpeed starts, because DeepSpeed looks up the names of all parameters in a group.
+    Stages 1 and 2 cannot partition a group without trainable parameters. PEFT adapters lead to such groups,
+    for example a group of frozen norms and biases. The added parameters are also registered in the module
+    while DeepSpeed starts, because DeepSpeed looks up the names of all parameters in a group.
 
     Args:
         module: The model.

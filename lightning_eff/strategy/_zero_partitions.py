@@ -66,7 +66,7 @@ class PartitionedState:
         self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a full tensor, from the float32 vectors if trained; all ranks must call this method."""
+        """Return a full tensor, read from float32 vectors if trained; all ranks must call this method."""
         if not self._is_trained(tensor):
             return full_tensor(tensor)
         return self._unflatten(tensor, self._partition(tensor))
@@ -142,7 +142,7 @@ class PartitionedState:
             target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
             own = flat.narrow(0, source.start, source.numel)
             full.narrow(0, target.start, target.numel).copy_(own)
-        dist.all_reduce(full)  # all ranks; slices are disjoint, so the sum is their union
+        dist.all_reduce(full)  # a collective; slices are disjoint, so the sum is their union
         return full.view(parameter.shape)
 
     def _flatten_into(self, parameter: Any, flat: Tensor, value: Tensor) -> None:
@@ -153,7 +153,7 @@ class PartitionedState:
             _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
             # Slices have the same length on all ranks: ceil(numel / ranks), padded at the end.
             start = dist.get_rank() * length
-            own = value[start : start + length]  # shorter, or empty, on the last ranks
+            own = value[start : start + length]  # on the last ranks, this slice is shorter or empty
             flat.narrow(0, offset, len(own)).data.copy_(own)
             return
         mapping = parameter._hp_mapping  # noqa: SLF001
@@ -205,7 +205,7 @@ class ZeroMemory(Sharding):
 
         Args:
             config: DeepSpeed's configuration, from `_zero_config.deepspeed_config`.
-            precision: Lightning's name of the precision.
+            precision: Lightning's name for the precision, for example `bf16-mixed`.
         """
         from deepspeed.runtime.config import DtypeEnum
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -260,7 +260,7 @@ class ZeroMemory(Sharding):
             gradient_itemsize=self.accumulate_itemsize,
             copy_itemsize=FLOAT32,
         )
-        # Trained elements of the full model, and of the first device's shard.
+        # Numbers of trained elements: in the full model, and in the first device's shard.
         total = sum(weight.numel for weight in model.trained)
         local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
         if self.stage == 3:
@@ -308,7 +308,7 @@ class ZeroMemory(Sharding):
         at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
         gathered = size * (min(sum(sharded), at_once) + min(sum(sharded), self.prefetch))
         bucket = self.bucket_for(total)
-        # A reduce-scatter has an input of this size, and an output of 1 / devices of it.
+        # A reduce-scatter needs memory for its input, and for an output of 1 / devices of the input's size.
         scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)
         # Gathered weights are freed before a reduce-scatter and before the step. Memory of these phases
         # therefore counts only as far as it exceeds the gathered weights.

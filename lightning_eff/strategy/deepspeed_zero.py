@@ -17,8 +17,8 @@ Saves: optimizer state (stages 1 to 3), gradients (stages 2, 3) and weights (sta
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), plus copies of offloaded
     tensors. Stages 2 and 3 reduce gradients after every micro-batch. The optimizer keeps a float32 copy of
     the weights. A parameter that has no gradient on any of the ranks gets a gradient of 0, so weight decay
-    and momentum still change it. All ranks must run the same modules; to check this, they exchange 16 bytes
-    per step.
+    and momentum still change it. All ranks must run the same modules; the check of this costs 16 bytes of
+    communication per step.
 When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
     Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
@@ -134,7 +134,7 @@ class ZeroMixin(_LIGHTNINGS):
         return Facts(excludes=excludes)
 
     def _by_deepspeed(self, plugin: Any, kind: type[Any]) -> Any:
-        """Replace a precision plugin, which has no effect under DeepSpeed, by DeepSpeed's own plugin."""
+        """Replace a precision plugin, which DeepSpeed ignores, by DeepSpeed's plugin for this precision."""
         if plugin is None or isinstance(plugin, kind):
             return plugin
         # AutoPrecision has the precision `auto`; DeepSpeed gets the precision that AutoPrecision chooses.
@@ -162,7 +162,7 @@ class ZeroMixin(_LIGHTNINGS):
 
     @contextmanager
     def _checked_step(self) -> Generator[None]:
-        """Check around a step that only steps change parameters, and that all ranks run the same modules."""
+        """Check that parameters have not changed since the last step, and that ranks run the same modules."""
         self._guard.check()
         if self.stage == 3:
             # Read the comparison before the next forward pass gathers weights. Ranks that run different
@@ -234,7 +234,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
         module: Any = self.lightning_module
         rules.enforce(self, module.trainer, module)
         zero_config.import_deepspeed(self.root_device.type)
-        DDPStrategy.setup_environment(self)  # Lightning 2.6's DeepSpeedStrategy rejects CPUs
+        DDPStrategy.setup_environment(self)  # Lightning 2.6's DeepSpeedStrategy requires CUDA
 
     @override
     def setup_distributed(self) -> None:
@@ -363,7 +363,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         run = {"run/one_device": "one device"} if self.num_nodes * self.num_processes == 1 else {}
         rules.raise_rejected(rules.check_rules([self], run))
         zero_config.import_deepspeed(self.root_device.type)
-        FabricDDP.setup_environment(self)  # Lightning 2.6's own strategy rejects CPUs
+        FabricDDP.setup_environment(self)  # Lightning 2.6's own strategy requires CUDA
 
     @override
     def _setup_distributed(self) -> None:
@@ -382,7 +382,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
-        """Set up a model that is not trained; stage 3 shards its weights, other stages do not shard it."""
+        """Set up a model that is not trained; stages 1 and 2 do not shard such a model."""
         self._check_module(module, is_trained=False)
         broadcast_from_rank0([*module.parameters(), *module.buffers()], self.root_device)
         return super().setup_module(module) if self.stage == 3 else module

@@ -23,9 +23,9 @@ Saves: optimizer state, gradients and weights, divided by the number of devices 
 Costs: 1.5 times the communication of DDP; memory for the full weights of one block; memory for the full
     gradients during accumulation, unless gradients are reduced after every micro-batch. Offloaded weights are
     copied to the device twice per batch. A single device waits for each copy (torch 2.13); several devices
-    prefetch. To write one file, the ranks gather one tensor after another; to read it, each rank reads the
-    full file. A checkpoint folder avoids both. All ranks must run the same modules; to check this, they
-    exchange 16 bytes per step (_shared/collectives.py).
+    prefetch. For a checkpoint in one file, all ranks gather one tensor after another to save, and read the
+    full file to load; with a folder, each rank writes and reads its own rows. All ranks must run the same
+    modules; the check of this costs 16 bytes of communication per step (_shared/collectives.py).
 When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters. A step that uses a block's
@@ -90,12 +90,13 @@ class FSDP2(ModelParallelStrategy):
     Args:
         blocks: Class names or name patterns of the modules that are gathered one at a time; None finds the
             repeated blocks.
-        param_dtype: Dtype of gathered weights and of their products: bf16, fp16 or fp32; None keeps the
-            weights' dtype.
+        param_dtype: Dtype in which weights are gathered and used: bf16, fp16 or fp32; None for the weights'
+            own dtype.
         reduce_dtype: Dtype in which gradients are reduced; None for the dtype of gathered weights.
-        cpu_offload: Whether to keep shards, gradients and optimizer state on the host, and to step there.
+        cpu_offload: Whether to keep shards, gradients and optimizer state on the host, and to step on the
+            host.
         reshard_after_forward: Whether to free a block's full weights after its forward pass. With False, full
-            weights are kept until the backward pass, with less communication.
+            weights are kept until the backward pass, which needs less communication.
         sync_every_micro_batch: Whether to reduce gradients after every micro-batch instead of once per step.
         checkpoints: `full` for one file, `sharded` for a folder with a file per rank.
 
@@ -331,7 +332,7 @@ class FSDP2Fabric(FabricStrategy):
         self._backward_sync_control: Any = self._reduction
         self._divergence: list[RankDivergenceCheck] = []
 
-    # Lightning's own properties raise an error, since its strategy writes checkpoints itself.
+    # Lightning's own property raises an error, since Lightning's strategy writes checkpoints without a plugin.
     checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override

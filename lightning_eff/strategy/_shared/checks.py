@@ -19,9 +19,9 @@ from lightning_eff.core.shards import full_shape
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
 WRAPPED = "_orig_mod"
-"""Attribute of torch._dynamo.eval_frame.OptimizedModule (torch 2.13), torch.compile's wrapper."""
+"""Attribute of torch.compile's wrapper, torch._dynamo.eval_frame.OptimizedModule (torch 2.13)."""
 _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
-"""Dtypes whose digits or imaginary part DeepSpeed's float32 partitions would lose."""
+"""Dtypes that would lose digits or an imaginary part in DeepSpeed's float32 partitions."""
 
 
 def conflict(strategy: str, problem: str, *remedies: str | Remedy) -> ConflictError:

@@ -51,7 +51,7 @@ class RankDivergenceCheck:
     Args:
         strategy: Name of the strategy, for the error.
         module: The model as it will be trained.
-        gathers: Whether weights are sharded. If so, frozen modules and passes without gradients count too.
+        gathers: Whether weights are sharded, so that frozen modules and passes without gradients count too.
         ordered: Whether to compare the order and number of passes; if False, only the set of modules that
             ran in a step is compared.
     """
@@ -123,7 +123,7 @@ class RankDivergenceCheck:
 
 
 def _gathered_together(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yield each module with its own parameters; a module marked LEAF has all parameters inside it."""
+    """Yield each module with its own parameters; for a module marked LEAF, yield all parameters inside."""
     is_leaf = getattr(module, LEAF, False)
     yield module, list(module.parameters(recurse=is_leaf))
     for child in () if is_leaf else module.children():
