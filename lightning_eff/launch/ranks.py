@@ -41,7 +41,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PARENT = "LIGHTNING_EFF_PARENT"
 """Environment variable with the id of the process that started the ranks.
 
-A rank cannot use `os.getppid()` instead: if its parent has already ended, the rank has another parent.
+A rank cannot rely on `os.getppid()`: if its parent has already ended, the rank has another parent.
 """
 STOPPED = (EXIT_INTERRUPTED, EXIT_SIGUSR1, EXIT_TERMINATED)
 """Exit codes of ranks that a signal has stopped."""
@@ -137,6 +137,7 @@ def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[li
         if number == signal.SIGINT and number in received:
             signal.default_int_handler(number, frame)
         received.append(number)
+        # Each rank has a separate session, so a terminal's signals reach only this process.
         for rank in ranks:
             rank.send_signal(number)
 

@@ -225,6 +225,7 @@ def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, Tex
 def _failure(error: BaseException | None, folder: Path, max_failures: int) -> RankError | None:
     """Return an error that names a lost worker or the rank that failed first; None if no worker failed."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    # Names of all base classes, because a lost worker's error may be a subclass of an error in LOST.
     names = {rank: {kind.__name__ for kind in type(failure).__mro__} for rank, failure in failures.items()}
     lost = [rank for rank, kinds in names.items() if kinds & LOST]
     if lost:

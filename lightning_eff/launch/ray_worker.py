@@ -100,6 +100,7 @@ def _forget_last_attempt(folder: Path, launch: Launch) -> None:
         raise RuntimeError(text)
     exchanged(folder, f"rank{launch.rank}.error").unlink(missing_ok=True)
     error_log(folder, launch.rank).unlink(missing_ok=True)
+    # After a restart with fewer workers, the errors of missing ranks must not remain.
     if not launch.rank:
         for file in (folder / FOLDER).glob("rank*.error"):
             if int(file.stem.removeprefix("rank")) >= (launch.num_tasks or 1):

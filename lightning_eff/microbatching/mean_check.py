@@ -183,7 +183,7 @@ class _Untraced:
         run: Function that runs `training_step` on a part of a batch.
         module: The LightningModule whose `training_step` runs.
         device: The module's device.
-        moved: A set of names, to which the parameters and buffers that `training_step` changes are added.
+        moved: Collects the names of parameters and buffers that `training_step` changes.
     """
 
     def __init__(self, run: Run, module: pl.LightningModule, device: torch.device, moved: set[str]) -> None:

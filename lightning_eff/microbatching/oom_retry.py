@@ -279,6 +279,7 @@ class OomRetry:
     def _undo(self, current: _Batch) -> None:
         self._window.restore(self._window_state)
         self._snapshot.restore()
+        # Gradients that existed before the step are cleared by `zero_grad` in the retry.
         if not self._had_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = None

@@ -216,7 +216,7 @@ def weight_of(output: Any) -> float | None:
 def _sum_over_default_group(value: float) -> float:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     number = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(number)  # all ranks of the default group
+    dist.all_reduce(number)  # a collective of the default group
     return float(number)
 
 

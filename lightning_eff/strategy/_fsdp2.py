@@ -250,8 +250,8 @@ class FSDP2Memory(Sharding):
         share = replace(
             share,
             gathered=outside + (largest_pair if self.reshard else sum(sizes)),
-            # Full gradients of one block, and of weights outside of blocks, exist before their
-            # reduce-scatter.
+            # The full gradients of one block and of the weights outside of blocks exist until they are
+            # reduce-scattered.
             buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:

@@ -6,7 +6,7 @@ Optimizer: ZeRO flattens parameters into one vector and gives each rank a slice.
 update on a slice as on a full tensor. Optimizers that use a full matrix (norm, rows, singular vectors, blocks
 of quantized state) are rejected, because they would silently compute another update on a slice.
 
-Parameters: at its start, DeepSpeed copies the parameters that require gradients to float32, and then trains
+Parameters: at its start, DeepSpeed makes float32 copies of all parameters that require gradients, and trains
 the copies. If a weight is clamped or loaded during the run, the next step overwrites the change. A weight
 that is unfrozen during the run is never trained. A weight that is frozen during the run still moves by its
 momentum. On a single device, changes to parameters take effect; under ZeRO, `ParameterGuard` rejects such

@@ -16,7 +16,7 @@ attributes of DeepSpeed's partitions (0.19.8).
 - The optimizer keeps a float32 copy of the weights, even if the model's weights are float32.
 - Stage 3 does not shard tensors of at most 100,000 elements.
 - Stage 3 frees a weight after its forward pass only if more than 1e9 elements are used before its backward
-  pass. A smaller model's full weights therefore stay on each device.
+  pass. The full weights of a model with fewer elements therefore stay on each device.
 - Stage 3 prefetches weights into a buffer, which is freed when the last weight has been copied out.
 - Buckets have 5e8 elements, regardless of the model's size; stage 2 with overlap has two buckets.
 """

@@ -216,8 +216,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     whole_checkpoints = True
     """Checkpoints have the layout of a single device in every stage."""
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
-    # Lightning 2.6 would shard weights when `configure_model` creates them, which is before it loads
-    # pretrained weights.
+    # Lightning 2.6 would shard weights inside `configure_model`, before pretrained weights are loaded.
     model_sharded_context = nullcontext  # pyright: ignore[reportAssignmentType]
     # DeepSpeed needs no `no_sync`: the stage determines whether a backward pass reduces gradients.
     block_backward_sync = nullcontext  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]

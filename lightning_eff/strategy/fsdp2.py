@@ -332,7 +332,7 @@ class FSDP2Fabric(FabricStrategy):
         self._backward_sync_control: Any = self._reduction
         self._divergence: list[RankDivergenceCheck] = []
 
-    # Lightning's own property raises an error, since Lightning's strategy writes checkpoints without a plugin.
+    # Lightning's own property raises an error, since Lightning's strategy writes without a plugin.
     checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override
