@@ -292,9 +292,9 @@ class FSDP2Fabric(FabricStrategy):
     parameters. Checkpoints have the layout of a single device, and are written atomically even without
     `plugins=[Durable()]`.
 
-    Lightning's own ModelParallelStrategy needs a sharding function from the user. Lightning's strategy
-    restores an optimizer only if the optimizer was built after sharding, overwrites the previous checkpoint,
-    and leaves reduction off after `no_backward_sync(enabled=False)`.
+    Lightning's own ModelParallelStrategy needs a sharding function from the user. Lightning's strategy cannot
+    restore an optimizer that was built before sharding, overwrites the previous checkpoint, and leaves
+    reduction off after `no_backward_sync(enabled=False)`.
 
     Raises:
         CheckpointError: A rank cannot write (the previous checkpoint is unchanged), or a file is damaged.
