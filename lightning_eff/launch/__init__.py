@@ -1,7 +1,7 @@
-"""Start the ranks of a run, stop them together after a signal, and end them together when one fails.
+"""Start the ranks of a run, stop all ranks together after a signal, and end all ranks when one fails.
 
-Read first: job.py (how this process was launched, and which settings contradict that), ranks.py (starts ranks
-on this machine and names the rank that failed), stop.py (handles signals between two steps). Then ray.py,
-ray_driver.py and ray_worker.py (Ray starts the ranks). The verbs and run.py call these modules; templates/
-holds the job files of the verb `launch`.
+Read job.py first, which detects the launcher and rejects settings that contradict it. Then read ranks.py
+(starts ranks on this machine and names the rank that failed) and stop.py (handles signals between two steps).
+For ranks that Ray starts, read ray.py, ray_driver.py and ray_worker.py. The command's verbs and run.py call
+these modules. templates/ holds the job files that the verb `launch` writes.
 """

@@ -1,8 +1,9 @@
-"""Read from the environment how this process was launched, and compare it with the Trainer's devices.
+"""Detect the launcher of this process from the environment, and check the Trainer's number of devices.
 
-A run on several devices is several processes. The command starts them (launch/ranks.py), or a launcher
-(torchrun, SLURM) does, independently of `trainer.devices`. If the numbers differ, Lightning waits for ranks
-that never come, or trains the same run several times. run.py and the verbs call these checks.
+A run on several devices consists of several processes. The processes are started by the command
+(launch/ranks.py), or by a launcher (torchrun, SLURM), which does not read `trainer.devices`. If there are
+more devices than processes, Lightning waits for ranks that never start. If there are more processes than
+devices, the same run is trained several times. run.py and the command's verbs call these checks.
 """
 
 from __future__ import annotations
@@ -26,24 +27,28 @@ if TYPE_CHECKING:
 RUN_DIR = "LIGHTNING_EFF_RUN_DIR"
 """Environment variable with the run's folder, for ranks that the command started."""
 RAY = "LIGHTNING_EFF_RAY"
-"""Environment variable with the accelerator of a Ray worker, which otherwise looks like a torchrun rank."""
+"""Environment variable with a Ray worker's accelerator; it distinguishes the worker from a torchrun rank."""
 WAIT_S = 300.0
-"""Time limit for ranks to agree on the run's folder; one that starts slowly may import torch for a minute."""
+"""Time limit for ranks to agree on the run's folder; a slow rank may need a minute to import torch."""
 _KEY = "lightning_eff"  # prefix of our keys in torchrun's store
 POLL_S = 0.05
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable: `True` while MASTER_PORT is torchrun's store, which exists before any rank."""
+"""Environment variable, `True` while MASTER_PORT is the port of torchrun's store.
+
+torchrun creates this store before it starts the ranks.
+"""
 _served: list[TCPStore] = []
-"""Rank 0's store, kept alive until the process ends; the process group connects to its port."""
+"""Rank 0's store, kept alive until the process ends; the process group connects to the store's port."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Who started this process, and as which rank."""
+    """The launcher of this process, and the rank that the launcher assigned."""
 
     by: str = ""
     """`torchrun` (or our command, which sets the same variables), `slurm`, `ray`, or `lightning` for other
-    launchers that Lightning detects. Empty if no launcher started this process: it then starts the ranks."""
+    launchers that Lightning detects. Empty if no launcher started this process, which then starts the ranks.
+    """
     rank: int = 0
     num_tasks: int | None = None
     num_local_tasks: int | None = None
@@ -52,7 +57,7 @@ class Launch:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Launch:
-        """Read the variables that launchers set.
+        """Read the environment variables that launchers set.
 
         Example:
             >>> Launch.of({"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_NTASKS_PER_NODE": "2"})
@@ -61,7 +66,8 @@ class Launch:
             ''
         """
         number = {key: int(text) for key, text in environment.items() if text.isdecimal()}
-        if "TORCHELASTIC_RUN_ID" in environment:  # before SLURM: torchrun or Ray may run inside its job
+        # Check torchrun's variable before SLURM's, because torchrun or Ray may run inside a SLURM job.
+        if "TORCHELASTIC_RUN_ID" in environment:
             by = "ray" if RAY in environment else "torchrun"
             tasks, local = number.get("WORLD_SIZE"), number.get("LOCAL_WORLD_SIZE")
             return cls(by, number.get("RANK", 0), tasks, local, environment.get(RAY, ""))
@@ -69,6 +75,7 @@ class Launch:
         if "SLURM_NTASKS" in environment and not is_shell:
             tasks, local = number.get("SLURM_NTASKS"), number.get("SLURM_NTASKS_PER_NODE")
             return cls("slurm", number.get("SLURM_PROCID", 0), tasks, local)
+        # The environment does not have the global rank; this value is 0 only on rank 0.
         rank = max(number.get("LOCAL_RANK", 0), number.get("NODE_RANK", 0))
         return cls("lightning" if "LOCAL_RANK" in environment else "", rank)
 
@@ -104,7 +111,7 @@ def num_gpus(trainer: Mapping[str, Any]) -> int:
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
-    """Reject more processes than this machine has GPUs or, without GPUs, 4 per CPU core.
+    """Reject more processes than GPUs of this machine; without GPUs, reject more than 4 per CPU core.
 
     Example:
         >>> check_devices({"accelerator": "cpu", "devices": 99999})
@@ -131,7 +138,7 @@ def num_ranks(trainer: Mapping[str, Any]) -> int:
 
 
 def as_started(trainer: Mapping[str, Any], launch: Launch | None = None) -> dict[str, Any]:
-    """Return a Trainer's settings with `auto` replaced by the devices and machines that a launcher started.
+    """Return a Trainer's settings, with `auto` replaced by the launcher's numbers of devices and machines.
 
     Example:
         >>> as_started({"devices": "auto", "num_nodes": "auto"}, Launch("slurm", 0, 16, 8))
@@ -150,7 +157,7 @@ def as_started(trainer: Mapping[str, Any], launch: Launch | None = None) -> dict
 
 
 def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
-    """Reject a process that would train alone although several were started.
+    """Reject a process that would train alone although several processes were started.
 
     Raises:
         ConfigError: Several machines or processes were started without torchrun (`PET_NNODES`,
@@ -182,8 +189,8 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
     """Reject a number of started processes that differs from the number of devices.
 
     Raises:
-        ConfigError: `trainer.devices` or `trainer.num_nodes` differs, SLURM does not set tasks per node, or
-            `check_machines` rejects the settings.
+        ConfigError: `trainer.devices` or `trainer.num_nodes` does not match the started processes, SLURM does
+            not set tasks per node, or `check_machines` rejects the settings.
 
     Example:
         >>> check_tasks({"devices": 2}, Launch("torchrun", num_tasks=2, num_local_tasks=2))
@@ -194,7 +201,7 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
     tasks, local = launch.num_tasks, launch.num_local_tasks
     if launch.by in ("", "lightning"):
         check_machines(trainer)
-    if tasks is None or launch.by == "ray":  # Ray decides how many devices there are
+    if tasks is None or launch.by == "ray":  # Ray sets the number of devices itself
         return
     trainer = as_started(trainer, launch)
     devices, nodes = num_devices(trainer), num_nodes(trainer)
@@ -220,7 +227,7 @@ def check_tasks(trainer: Mapping[str, Any], launch: Launch) -> None:
 
 
 def check_not_started(launch: Launch) -> None:
-    """Reject `launch=ray` in a process that another launcher has started as one of several.
+    """Reject `launch=ray` in one of several processes that another launcher has started.
 
     Raises:
         ConfigError: Another launcher has started the ranks.
@@ -239,14 +246,14 @@ def check_not_started(launch: Launch) -> None:
 
 
 def check_local(values: Mapping[str, Any], reason: str) -> None:
-    """Reject `launch=ray` in verbs that start nothing on Ray."""
+    """Reject `launch=ray` in a verb that does not run on Ray."""
     if values.get("launch"):
         allowed, remedies = f"none: {reason}", ["launch=none"]
         raise ConfigError(key="launch", value="ray", allowed=allowed, remedies=remedies)
 
 
 def starts_ranks(values: Mapping[str, Any], launch: Launch) -> bool:
-    """Return whether this process has to start the ranks: with Ray, or several on this machine."""
+    """Return whether this process has to start the ranks, with Ray or as processes on this machine."""
     if values.get("launch") and launch.by != "ray":
         check_not_started(launch)
         return True
@@ -254,10 +261,10 @@ def starts_ranks(values: Mapping[str, Any], launch: Launch) -> bool:
 
 
 def check_sweep(launch: Launch, recipe: str) -> None:
-    """Reject a sweep in several processes.
+    """Reject a sweep if a launcher has started several processes.
 
     Raises:
-        UsageError: A launcher has started several; the text has a command that works.
+        UsageError: A launcher has started several processes; the text suggests a command that works.
     """
     if (launch.num_tasks or 1) > 1:
         text = f"-m in {launch.num_tasks} processes of {launch.by}: each would run the whole sweep"
@@ -279,15 +286,15 @@ def make_folder(path: Path) -> None:
 
 
 def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> Path:
-    """Return one folder for all ranks of a run: each rank composed a folder with a different timestamp.
+    """Return the same folder on all ranks of a run, although timestamps in folder names differ by rank.
 
     Args:
-        launch: How this process was launched.
-        folder: The folder that this rank composed.
-        has_default_name: Whether the folder's name has a timestamp; if not, the ranks have the same folder.
+        launch: The launcher of this process, and the rank that the launcher assigned.
+        folder: The folder in this rank's configuration.
+        has_default_name: Whether the folder's name has a timestamp; without it, all ranks have the same name.
 
     Raises:
-        UsageError: A rank is too late, or the ranks have no store through which to exchange the folder.
+        UsageError: A rank did not answer in time, or the ranks have no store to exchange the folder.
     """
     if RUN_DIR in os.environ:
         return Path(os.environ[RUN_DIR])
@@ -313,12 +320,12 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
 
 
 def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path) -> Path:
-    """Return rank 0's folder, and set the address where the ranks of this attempt will meet.
+    """Return rank 0's folder, and set the address to which the ranks of this attempt will connect.
 
-    torchrun's store survives a restart, with the addresses of the previous attempt in it. A restarted rank
-    that reads such an address connects to a process that is gone. The restart number does not distinguish
-    attempts, because each machine counts separately. So each rank asks with a random key. Rank 0 answers with
-    the address of a new store, which ends when rank 0 ends.
+    torchrun's store survives a restart, and still contains the addresses of the previous attempt. A restarted
+    rank that reads an old address connects to a process that is gone. The restart number does not distinguish
+    attempts, because each machine counts its restarts separately. Each rank therefore sends rank 0 a question
+    with a random key. Rank 0 answers with the address of a new store, which ends when rank 0 ends.
 
     Source: https://github.com/pytorch/pytorch/issues/135712 and 167288, open in torch 2.13.
 
@@ -326,7 +333,7 @@ def agree(store: TCPStore, rank: int, num_ranks: int, folder: Path) -> Path:
         store: torchrun's store, with `WAIT_S` as its timeout.
         rank: The rank of this process.
         num_ranks: Number of ranks on all machines.
-        folder: The folder that this rank composed.
+        folder: The folder in this rank's configuration.
 
     Raises:
         DistError: A rank did not ask in time, or rank 0 did not answer in time.
@@ -357,9 +364,9 @@ def _serve(host: str) -> dict[str, Any]:
 
 
 def _answer_all(store: TCPStore, ranks: set[int], answer: dict[str, Any]) -> None:
-    """Answer the ranks' questions until all have read the answer.
+    """Answer the ranks' questions until all ranks have read the answer.
 
-    A question in the store may come from a previous attempt, so it is read and answered repeatedly.
+    A question in the store may come from a previous attempt, so questions are read and answered repeatedly.
     """
     from torch.distributed import DistStoreError
 

@@ -1,19 +1,19 @@
-"""Start the ranks of a run as workers of Ray Train, which restarts them when one is lost.
+"""Start the ranks of a run as workers of Ray Train, which restarts all workers when one is lost.
 
 `lightning-eff train RECIPE launch=ray launch.workers=4` starts Ray on this machine, or uses a running
 cluster. Each worker runs the same `train` as any other rank, with the recipe's strategy. Ray sets
 `trainer.devices` (workers per machine) and `trainer.num_nodes` (machines).
 
-Each checkpoint of `model_checkpoint` is reported to Ray. It is not copied: the run's folder is Ray's storage,
-so all machines must see the output root. When a worker is lost, Ray restarts all workers, and they resume
-from the newest intact checkpoint.
+Each checkpoint of `model_checkpoint` is reported to Ray. Checkpoints are not copied, because the run's folder
+is Ray's storage; all machines must therefore see the output root. When a worker is lost, Ray restarts all
+workers, which resume from the newest intact checkpoint.
 
 This file has the settings; ray_driver.py starts the workers, and each worker runs ray_worker.py.
 
-Costs: 15 to 25 s to start Ray and its workers, again at each restart, and 225 MB of packages without their
-    dependencies (pandas, pyarrow). A report waits until 2 s after the previous one.
-Conflicts: `trainer.devices` other than `auto` or the number of workers. torchrun and SLURM: only one launcher
-    can start the ranks. Machines with different numbers of workers.
+Costs: 15 to 25 s to start Ray and its workers, and the same time at each restart. The packages need 225 MB,
+    without their dependencies (pandas, pyarrow). Reports to Ray wait until they are at least 2 s apart.
+Conflicts: `trainer.devices` other than `auto` or the number of workers. torchrun and SLURM, because only one
+    launcher can start the ranks. Machines with different numbers of workers.
 Source: https://docs.ray.io/en/latest/train/train.html (Ray Train V2).
 """
 
@@ -34,15 +34,15 @@ class Ray:
     """The settings of `launch=ray`.
 
     Args:
-        workers: Number of ranks, or the minimum and maximum: Ray then runs as many as the cluster has
-            resources for.
+        workers: Number of ranks, or a minimum and a maximum. Within these limits, Ray starts as many workers
+            as the cluster has resources for.
         gpu: Whether each worker gets a GPU; otherwise the run uses CPUs.
-        cpus: CPU cores reserved for each worker, which is also its number of threads.
-        max_failures: Restarts after a worker failed or was lost; -1 for no limit.
-        address: Address of a running cluster; None takes RAY_ADDRESS, or starts Ray for this run.
+        cpus: Number of CPU cores reserved for each worker, and number of threads of each worker.
+        max_failures: Maximum number of restarts after a worker failed or was lost; -1 for no limit.
+        address: Address of a running cluster. With None, RAY_ADDRESS is used; if unset, Ray is started.
 
     Raises:
-        ConfigError: A number is too small, or `workers` is not one number or two in ascending order.
+        ConfigError: A number is too small, or `workers` is neither one number nor two in ascending order.
 
     Example:
         >>> Ray(workers=[1, 4]).bounds, Ray(workers=2).bounds
@@ -83,11 +83,11 @@ class Ray:
         return self.address or os.environ.get("RAY_ADDRESS") or "local"
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Compare the settings of the run with these settings, before Ray is started.
+        """Check the settings of a run against the settings of `launch=ray`, before Ray is started.
 
         Raises:
-            ConfigError: The number of devices, the accelerator or the checkpoint folder contradicts them, or
-                the global batch size does not fit the number of workers.
+            ConfigError: The number of devices, the accelerator or the checkpoint folder contradicts
+                `launch=ray`, or the global batch size does not fit the number of workers.
         """
         trainer, (least, most) = values["trainer"], self.bounds
         devices = str(trainer.get("devices", "auto"))

@@ -1,6 +1,6 @@
-"""Start Ray and its workers, forward signals and output, and turn the outcome into a report or an error.
+"""Start Ray and its workers, forward signals and output, and return the run's report or raise its error.
 
-`train` calls `run`. Ray's `fit` runs in a thread, so that this module, not Ray, handles signals, and at once.
+The verb `train` calls `run`. Ray's `fit` runs in a thread, so that this module handles signals without delay.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from lightning_eff.launch.ray import Ray
 from lightning_eff.launch.ray_worker import FOLDER, exchanged, work
 
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Memory for sent objects, if Ray is started for this run; Ray's default is 30 % of the machine's memory."""
+"""Size of Ray's object store if Ray is started for this run; the default is 30 % of the machine's memory."""
 LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
-"""Ray's errors for a lost worker; by name, since Ray Train does not export its own."""
+"""Names of Ray's errors for a lost worker; Ray Train does not export these classes."""
 SETTINGS = {
     # The command configures the worker's root logger, and the worker's output goes to a file.
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Environment variables for Ray; a user's own values win."""
+"""Environment variables for Ray; values that the user has set take precedence."""
 
 
 def run(
     options: Ray, train: Callable[[Sequence[str]], None], words: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """Call `train(words)` in each worker; return the efficiency report in `folder`, empty if there is none.
+    """Call `train(words)` in each worker; return the report in `folder`, empty if there is no report.
 
     Args:
-        options: The settings.
+        options: The settings of `launch=ray`.
         train: A module-level function, which the workers import.
         words: Recipe and overrides.
         folder: The run's folder, which all workers see.
 
     Raises:
         EnvironmentLacksError: Ray is not installed, does not answer, or lacks resources.
-        RankError: A worker failed or was lost too often; the text names it and the cause.
+        RankError: A worker failed or was lost too often; the text names the worker and the cause.
         KeyboardInterrupt, SystemExit: All workers have stopped after a signal to this process.
     """
     _check_installed()
@@ -68,19 +68,19 @@ def run(
     make_folder(folder.parent)
     shared.mkdir(parents=True)
     exchanged(folder, "stop").touch()
-    # Otherwise Ray would resume from the checkpoint of an earlier run in this folder.
+    # With this file, Ray would resume from the checkpoint of an earlier run in this folder.
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     config = {
         "train": train,
-        "words": [*words, "trainer.devices=auto", "trainer.num_nodes=auto"],  # Ray decides how many there are
+        "words": [*words, "trainer.devices=auto", "trainer.num_nodes=auto"],  # Ray sets both numbers
         "folder": str(folder),
         "cwd": str(Path.cwd()),
         "gpu": options.gpu,
     }
     try:
-        # Forwarded twice: while Ray starts, it sets its own handlers, and a KeyboardInterrupt would be lost.
+        # Set handlers twice: Ray replaces them while it starts, and would lose a KeyboardInterrupt.
         with _forwarded(folder) as early, _started(options), _forwarded(folder) as later:
             error = None if early else _fit(options, config, folder, later)
         failure = _failure(error, folder, options.max_failures)
@@ -90,7 +90,7 @@ def run(
         shutil.rmtree(shared, ignore_errors=True)
         (folder / ".validate_storage_marker").unlink(missing_ok=True)
         with suppress(OSError):
-            folder.rmdir()  # if nothing was started
+            folder.rmdir()  # the folder is empty if no worker was started
     if failure is not None:
         raise failure
     if code in STOPPED:
@@ -108,7 +108,7 @@ def _check_installed() -> None:
 
 @contextmanager
 def _started(options: Ray) -> Generator[None]:
-    """Start Ray for this run and end all its processes, or connect to a running cluster."""
+    """Start Ray for this run, or connect to a running cluster; on exit, end Ray's processes or disconnect."""
     ray: Any = importlib.import_module("ray")
     try:
         _init(options.cluster)
@@ -119,7 +119,7 @@ def _started(options: Ray) -> Generator[None]:
 
 
 def _init(cluster: str) -> None:
-    """Call `ray.init` in the main thread: processes started by a thread end with the thread."""
+    """Call `ray.init` in the main thread: processes that another thread starts end with that thread."""
     ray: Any = importlib.import_module("ray")
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     own = own | {"num_cpus": num_cores()} if cluster == "local" else {}
@@ -129,12 +129,13 @@ def _init(cluster: str) -> None:
         text = f"launch.address={cluster}: no Ray answers there ({root_cause_line(error)})"
         text += "\n  try: ray start --head\n  try: launch.address=null"
         raise EnvironmentLacksError(text) from error
-    except SystemExit as error:  # Ray's handler of SIGTERM exits with the signal's number as the code
+    except SystemExit as error:  # Ray's handler of SIGTERM uses the signal's number as exit code
         raise SystemExit(EXIT_TERMINATED if error.code == signal.SIGTERM else error.code) from error
 
 
 def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
-    """Reject a run that this machine cannot hold; a cluster may grow, so there only log that it waits."""
+    """Reject a run that needs more CPUs or GPUs than this machine has; on a cluster, only print a message."""
+    # A cluster may grow, and Ray then starts the workers that wait.
     needs = [("CPU", options.cpus, "launch.cpus=1"), ("GPU", int(options.gpu), "launch.gpu=false")]
     for name, per_worker, remedy in needs:
         needed, found = options.bounds[0] * per_worker, int(resources.get(name, 0))
@@ -150,7 +151,7 @@ def _check_room(options: Ray, resources: Mapping[str, float]) -> None:
 
 @contextmanager
 def _forwarded(folder: Path) -> Generator[list[int]]:
-    """Forward signals that stop a run to the workers, and yield the list of received ones.
+    """Forward the signals that stop a run to the workers, and yield the list of received signals.
 
     A second signal ends this process at once.
     """
@@ -171,7 +172,7 @@ def _forwarded(folder: Path) -> Generator[list[int]]:
 def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[int]) -> BaseException | None:
     """Run the workers, print their output meanwhile, and return Ray's error, if any.
 
-    While Ray waits for resources, no worker exists that could read a signal: then a signal ends the wait.
+    While Ray waits for resources, there is no worker to read a signal, so a signal ends the wait.
     """
     train: Any = importlib.import_module("ray.train")
     least, most = options.bounds
@@ -201,7 +202,7 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
     thread.start()
     printed: dict[Path, int] = {}
     streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-    with redirect_stdout(sys.stderr):  # Ray prints too, and stdout may be JSON
+    with redirect_stdout(sys.stderr):  # Ray prints to stdout, where the caller may print JSON
         while thread.is_alive() and not (received and not _num_ranks(folder)):
             thread.join(POLL_S)
             _print_new(folder, printed, streams)
@@ -210,7 +211,7 @@ def _fit(options: Ray, config: dict[str, Any], folder: Path, received: Sequence[
 
 
 def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, TextIO]) -> None:
-    """Print the ranks' output since the last call; `printed` has the number of printed bytes by file."""
+    """Print the ranks' output since the last call; `printed` maps a file to its number of printed bytes."""
     for stream, target in streams.items():
         for file in sorted((folder / FOLDER).glob(f"rank*.{stream}")):
             with file.open("rb") as opened:
@@ -222,8 +223,9 @@ def _print_new(folder: Path, printed: dict[Path, int], streams: Mapping[str, Tex
 
 
 def _failure(error: BaseException | None, folder: Path, max_failures: int) -> RankError | None:
-    """Return the run's error, which names a worker that was lost or the rank that failed first; or None."""
+    """Return an error that names a lost worker or the rank that failed first; None if no worker failed."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    # Names of all base classes, because a lost worker's error may be a subclass of an error in LOST.
     names = {rank: {kind.__name__ for kind in type(failure).__mro__} for rank, failure in failures.items()}
     lost = [rank for rank, kinds in names.items() if kinds & LOST]
     if lost:

@@ -1,9 +1,9 @@
-"""Code that a worker of Ray runs: the same `train` as any other rank, with output and errors in files.
+"""Run `train` in a worker of Ray, as in any other rank, with output and errors in files.
 
 ray_driver.py sends `work` to each worker. The worker sets torchrun's environment variables, so Lightning and
-this package treat it as a rank of torchrun. Ray calls `work` in a thread, which receives no signals: the
-driver writes them to a file (launch/stop.py). The worker's output goes to a file too, and the driver prints
-it. Ray itself would print each line twice, prefixed with the worker's name.
+this package treat the worker as a rank of torchrun. Ray calls `work` in a thread, which receives no signals,
+so the driver writes signals to a file (launch/stop.py). The worker's output goes to another file, which the
+driver prints. Ray itself would print each line twice, prefixed with the worker's name.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ FOLDER = "ray"
 
 
 def exchanged(folder: Path, name: str) -> Path:
-    """Return the path of an exchanged file in a run's folder.
+    """Return the path of a file that driver and workers exchange in a run's folder.
 
-    `rank0.stdout` and `rank0.stderr` hold a rank's output, and `rank0.error` its error. `code` holds rank 0's
-    exit code once it has ended, and `stop` the signal that the driver received, empty before.
+    `rank0.stdout` and `rank0.stderr` hold rank 0's output, and `rank0.error` holds rank 0's error. `code`
+    holds rank 0's exit code after its end. `stop` holds the signal that the driver has received; before a
+    signal, `stop` is empty.
     """
     return folder / FOLDER / name
 
@@ -57,8 +58,8 @@ def work(config: dict[str, Any]) -> None:
             `cwd`, and whether each worker has a `gpu`.
 
     Raises:
-        RuntimeError: The run failed. After a signal or an invalid setting, it returns instead, so that Ray
-            does not restart the worker.
+        RuntimeError: The run failed. After a signal or an invalid setting, `work` returns without an error,
+            so that Ray does not restart the worker.
     """
     folder, rank = Path(config["folder"]), int(os.environ["RANK"])
     os.environ |= {
@@ -77,8 +78,8 @@ def work(config: dict[str, Any]) -> None:
         for stream, redirect in {"stdout": redirect_stdout, "stderr": redirect_stderr}.items():
             file = exchanged(folder, f"rank{rank}.{stream}").open("a", buffering=1, encoding="utf-8")
             stack.enter_context(redirect(stack.enter_context(file)))
-        # The command will set a handler on the root logger. Lightning was imported before, found no handler
-        # and added its own, which would log each line again.
+        # The command will set a handler on the root logger. Lightning, imported earlier, found no handler and
+        # added its own handlers, which would log each line a second time.
         for name in ("", "lightning", "lightning.fabric", "lightning.pytorch"):
             logging.getLogger(name).handlers.clear()
             logging.getLogger(name).propagate = True
@@ -88,7 +89,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def _forget_last_attempt(folder: Path, launch: Launch) -> None:
-    """Remove the errors of the last attempt, so that its ranks are not named as failed.
+    """Remove the error files of the last attempt, so that the driver does not report its errors again.
 
     Raises:
         RuntimeError: This machine does not see the run's folder.
@@ -99,6 +100,7 @@ def _forget_last_attempt(folder: Path, launch: Launch) -> None:
         raise RuntimeError(text)
     exchanged(folder, f"rank{launch.rank}.error").unlink(missing_ok=True)
     error_log(folder, launch.rank).unlink(missing_ok=True)
+    # After a restart with fewer workers, the errors of missing ranks must not remain.
     if not launch.rank:
         for file in (folder / FOLDER).glob("rank*.error"):
             if int(file.stem.removeprefix("rank")) >= (launch.num_tasks or 1):
@@ -109,7 +111,7 @@ def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: P
     """Train; return the exit code if the run finished, was stopped, or would fail again after a restart.
 
     Raises:
-        RuntimeError: The run failed. Ray pickles this error; not every class of errors can be pickled.
+        RuntimeError: The run failed. Ray pickles the error, and not every error class can be pickled.
     """
     try:
         check_even(launch)
@@ -127,13 +129,13 @@ def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: P
         file.write_text(json.dumps(json.loads(file.read_text()) | {"exit_code": code}))
         os.utime(file, (failed_s, failed_s))
         if isinstance(error, PRE_RUN_ERRORS):
-            return code  # the same on all ranks: none of them has trained
+            return code  # the error is the same on all ranks, and no rank has trained
         raise RuntimeError(root_cause_line(error)) from None
     return 0
 
 
 def check_even(launch: Launch) -> None:
-    """Reject machines with different numbers of workers: Lightning multiplies devices by machines."""
+    """Reject machines with different numbers of workers: Lightning assumes devices x machines ranks."""
     if not dist.is_initialized():
         return
     counts: list[int] = [0] * (launch.num_tasks or 1)
@@ -145,9 +147,9 @@ def check_even(launch: Launch) -> None:
 
 
 def check_device(device: Any, local_rank: int) -> None:
-    """Reject a GPU whose index is not the worker's local rank: Lightning takes `devices[local_rank]`.
+    """Reject a GPU whose index is not the worker's local rank: Lightning uses `devices[local_rank]`.
 
-    `device` is what Ray assigned, with its index among the visible ones.
+    `device` is the device that Ray assigned, with its index among the visible devices.
     """
     if device.type == "cuda" and device.index != local_rank:
         text = (
@@ -158,18 +160,18 @@ def check_device(device: Any, local_rank: int) -> None:
 
 
 class RayReport(Checkpoint):
-    """Report to Ray after each checkpoint of the run's `ModelCheckpoint`; all ranks at the same steps.
+    """Reports each checkpoint of the run's `ModelCheckpoint` to Ray, on all ranks at the same step.
 
-    Its base class makes Lightning call it after the callbacks that save. The run's folder is Ray's storage,
-    so nothing is copied. Ray keeps the path of the folder, where a restarted run finds the newest intact
-    checkpoint.
+    The base class `Checkpoint` makes Lightning call `RayReport` after the callbacks that save. The run's
+    folder is Ray's storage, so nothing is copied. Ray keeps the path of the folder, where a restarted run
+    finds the newest intact checkpoint.
     """
 
     def __init__(self) -> None:
         self._reported_step = 0
 
     def _report(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        # Lightning 2.6 keeps the step of the last save, and its file, in private attributes.
+        # Lightning 2.6 keeps the step and the file of the last save in private attributes.
         saved = [
             (vars(saver)["_last_global_step_saved"], vars(saver)["_last_checkpoint_saved"])
             for saver in trainer.checkpoint_callbacks
@@ -181,8 +183,8 @@ class RayReport(Checkpoint):
         self._reported_step = step
         path = Path(file)
         train: Any = importlib.import_module("ray.train")
-        # `report` waits for all ranks. Rank 0 wrote a checkpoint file, so only rank 0 names it; every rank
-        # wrote to a checkpoint folder, so all name it.
+        # `report` waits for all ranks. A checkpoint file was written by rank 0, which alone passes the path.
+        # A checkpoint folder was written by all ranks, so all ranks pass the path.
         is_named = trainer.is_global_zero or path.is_dir()
         train.report(
             {"step": step, "epoch": trainer.current_epoch, "checkpoint": path.name},
@@ -195,9 +197,9 @@ class RayReport(Checkpoint):
 
 
 def reported_checkpoint(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint in the run's folder if one has been reported to Ray, else None.
+    """Return the newest intact checkpoint in the run's folder; None if no checkpoint was reported to Ray.
 
-    A worker that Ray has restarted resumes from it.
+    A worker that Ray has restarted resumes from this checkpoint.
     """
     if importlib.import_module("ray.train").get_checkpoint() is None:
         return None

@@ -1,15 +1,15 @@
-"""Stop all ranks at the same step, and let a rank that fails alone exit without waiting for the others.
+"""Stop all ranks at the same step, and let a rank that fails alone exit without waiting for other ranks.
 
-In Lightning 2.6, a rank that receives SIGTERM broadcasts it from inside the signal handler, even in the
-middle of another collective. The ranks then wait for each other until the process group times out. A rank
-that raises an error saves a checkpoint, and waits at a barrier that the other ranks never reach.
+In Lightning 2.6, a rank's SIGTERM handler broadcasts the signal, even in the middle of another collective.
+The ranks then wait for each other until the process group times out. A rank that raises an error saves a
+checkpoint, and waits at a barrier that the other ranks never reach.
 
 Here, the signal handler only records the signal. Before each batch, an all-reduce of the recorded signals
 replaces Lightning's broadcast. All ranks stop together, between two optimizer steps, so that a checkpoint can
-be saved. A rank that fails alone saves none. The verb `train` wraps `fit` in `ended_together`.
+be saved. A rank that fails alone saves no checkpoint. The verb `train` wraps `fit` in `ended_together`.
 
-SIGHUP, which is sent when a terminal closes, stops a run like SIGTERM does. SIGUSR1 does too: SLURM can send
-it shortly before a job's time limit. Its exit code tells the job's script to requeue the run.
+SIGHUP and SIGUSR1 stop a run in the same way as SIGTERM. SIGHUP is sent when a terminal closes. SLURM can
+send SIGUSR1 shortly before a job's time limit; the job script requeues a run that exits with SIGUSR1's code.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from lightning_eff.launch.ranks import POLL_S, STOPPED, error_log, exit_now, han
 STOP_FILE = "LIGHTNING_EFF_STOP_FILE"
 """Environment variable with the path of a file to which another process writes the number of a signal."""
 CLEANUP_TIMEOUT_S = 10.0
-"""Time limit for the callbacks of a failed rank: one of them may wait for the other ranks."""
+"""Time limit for the callbacks of a failed rank, since a callback may wait for the other ranks."""
 
 
 @contextmanager
 def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generator[None]:
-    """Wrap `fit`: after a signal all ranks stop between two steps; a rank that fails exits alone.
+    """Wrap `fit`: after a signal, all ranks stop between two steps; a rank that fails exits alone.
 
     Raises:
-        RankError: This rank of several has failed; the text names it and the cause.
+        RankError: This rank has failed in a run of several ranks; the text names the rank and the cause.
         SystemExit: SIGUSR1 stopped the run. (Lightning's SIGTERMException does not distinguish the signals.)
     """
     is_alone = trainer.world_size == 1
     stop = StopAfterStep() if is_alone else CoordinatedStop(launch.rank)
     callbacks_of(trainer).insert(0, stop)
     try:
-        # Under SLURM, Lightning would set a handler that saves within a step, unless it finds a handler.
+        # Under SLURM, Lightning sets a handler that saves within a step, unless SIGUSR1 has a handler.
         with handled(["SIGHUP", "SIGUSR1"], stop.record), _signals_from_file(stop.record):
             yield
     except BaseException as error:
@@ -70,7 +70,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
             stopped.__dict__["is_reported"] = bool(launch.rank)
             raise stopped from error
         if code in STOPPED:
-            error.__dict__["is_reported"] = bool(launch.rank)  # by rank 0
+            error.__dict__["is_reported"] = bool(launch.rank)  # only rank 0 reports the stop
         elif not is_alone and not hasattr(error, "exit_code"):  # this package's errors have a complete text
             where = f"(traceback: {error_log(folder, launch.rank)})"
             raise RankError(f"rank {launch.rank}: {root_cause_line(error)} {where}", code) from error
@@ -79,7 +79,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
 
 @contextmanager
 def _signals_from_file(record: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Record the signal from the file in STOP_FILE, if it is set: Ray's workers receive no signals."""
+    """If STOP_FILE is set, record the signal in that file, because Ray's workers receive no signals."""
     file, is_over = os.environ.get(STOP_FILE), threading.Event()
 
     def watch(path: Path) -> None:
@@ -98,7 +98,7 @@ def _signals_from_file(record: Callable[[int, FrameType | None], None]) -> Gener
 
 
 class StopAfterStep(pl.Callback):
-    """Stop a single-rank run after a signal, but not between the micro-batches of one step."""
+    """Stops a single-rank run after a signal, but not between the batches of one step."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -130,7 +130,7 @@ def _connector(trainer: pl.Trainer) -> Any:
 
 
 class CoordinatedStop(pl.Callback):
-    """Stop all ranks when one of them has received a signal; end this rank soon if it fails alone."""
+    """Stops all ranks when any rank has received a signal; ends this rank early if it fails alone."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -140,8 +140,8 @@ class CoordinatedStop(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # The second one replaces Lightning's broadcast of rank 0's SIGTERM before each batch. Both are
-        # private in Lightning 2.6.
+        # `_broadcast_sigterm_tensor` is Lightning's broadcast of rank 0's SIGTERM before each batch. Both
+        # names are private in Lightning 2.6.
         vars(_connector(trainer))["_sigterm_notifier_fn"] = self.record
         vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = partial(self._agree, trainer)
 
@@ -151,7 +151,7 @@ class CoordinatedStop(pl.Callback):
             self._previous_handler = signal.signal(signal.SIGINT, self.record)
 
     def record(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal until the next batch."""
+        """Record a signal, which all ranks handle before the next batch."""
         if self.received == number == signal.SIGINT:  # Ctrl-C twice: do not wait for the step
             signal.default_int_handler(number, frame)
         self.received = number
@@ -159,11 +159,11 @@ class CoordinatedStop(pl.Callback):
     def _agree(self, trainer: pl.Trainer) -> None:
         """Stop if any rank has received a signal, except between the batches of one step."""
         received = torch.tensor([self.received], device=trainer.strategy.root_device)
-        # All ranks call this before every batch. MAX: SIGTERM (15) wins over SIGINT (2) and SIGHUP (1).
+        # All ranks call this before every batch. By MAX, SIGTERM (15) overrides SIGINT (2) and SIGHUP (1).
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         number = int(received)
         loop: Any = trainer.fit_loop.epoch_loop
-        # The batch index is the same on all ranks, so all of them decide alike.
+        # The batch index is the same on all ranks, so all ranks decide the same.
         if not number or loop._should_accumulate():  # noqa: SLF001
             return
         self._has_agreed = True

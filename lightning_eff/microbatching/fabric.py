@@ -1,10 +1,11 @@
-"""The exact gradient of a step in a hand-written loop, under Lightning Fabric or in plain PyTorch.
+"""Compute the exact gradient of a step in a hand-written loop, under Lightning Fabric or in plain PyTorch.
 
-`ExactGradient` is for loops what GradientAccumulation and MicroBatch are for a Trainer. It runs the forward
-and backward passes of a step in micro-batches that fit in memory. Afterwards `.grad` holds the gradient of
-all samples of the step as one large batch, averaged over the ranks. Without weights, every rank counts the
-same. The loop clips and steps; it need not call `zero_grad`. The loss must be a mean over samples, which is
-not checked here.
+In a hand-written loop, `ExactGradient` replaces the callbacks GradientAccumulation and MicroBatch.
+`ExactGradient` runs the forward and backward passes of a step in micro-batches that fit in memory. Afterwards
+`.grad` holds the gradient of one large batch with all samples of the step, averaged over the ranks. If the
+step returns no `loss_weight`, every rank has the same weight in this average. The loop itself clips the
+gradient and steps the optimizer; the loop need not call `zero_grad`. The loss must be a mean over samples;
+`ExactGradient` does not check this property of the loss.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter, mean
 from lightning_eff.microbatching.window import Window, weight_of
 
 Step = Callable[[Any], Any]
-"""Returns the mean loss of a batch, or `{"loss": mean_loss, "loss_weight": n}`."""
+"""Function that returns the mean loss of a batch, or `{"loss": mean_loss, "loss_weight": n}`."""
 
 
 class ExactGradient:
-    """Computes the gradient of one optimizer step after another.
+    """Computes the exact gradient of each optimizer step.
 
     Args:
         model: The trained model, as wrapped by Fabric or DDP.
-        fabric: Runs the backward passes, with its precision's scaling; None for plain PyTorch.
-        micro_batch_size: Samples of a micro-batch; `auto` halves it when memory runs out; None for full
-            batches.
-        splitter: Replaces the built-in rules for splitting a batch: `splitter(batch, micro_batch_size)`.
-        keep: Names or paths of values that every micro-batch gets unsplit, as in `MicroBatch`.
+        fabric: Fabric object that runs the backward passes and scales float16 losses; None in plain PyTorch.
+        micro_batch_size: Samples of a micro-batch. `auto` halves the size when memory runs out; with None,
+            batches are not split.
+        splitter: Function that replaces the built-in splitting rules: `splitter(batch, micro_batch_size)`.
+        keep: Names or paths of values that are passed unsplit to every micro-batch, as in `MicroBatch`.
 
     Raises:
-        ConfigError: A size below 1, a model without parameters, or `auto` where a model is sharded.
+        ConfigError: The size is below 1 or is `auto` with a sharded model, or the model has no parameters.
 
     Example:
         >>> import torch
@@ -73,7 +74,7 @@ class ExactGradient:
         replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped: nn.Module = replicas[0] if replicas else model
         original: Any = model
-        # Snapshots need the user's module with its attributes, inside the wrappers of Fabric and DDP.
+        # A snapshot keeps the attributes of the user's module, which Fabric and DDP have wrapped.
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
         self.size = MicroBatchSize(
@@ -82,6 +83,7 @@ class ExactGradient:
             splitter=splitter,
             keep=kept_names(keep, splitter),
         )
+        # Without DDP or Fabric, gradients are not averaged over ranks, so the window counts one rank.
         num_ranks = dist.get_world_size() if replicas else 1
         num_ranks = fabric.world_size if fabric else num_ranks
         if self.size.is_auto and num_ranks > 1 and not replicas:
@@ -92,7 +94,7 @@ class ExactGradient:
                 remedies=["micro_batch_size=4", 'Fabric(strategy="ddp")'],
             )
         self._run_backward: Callable[[Tensor], Any] = fabric.backward if fabric else Tensor.backward
-        # Only ZeRO's strategy has these methods, since its gradients are not in `.grad`.
+        # Only ZeroFabric has these two methods, since DeepSpeed does not keep gradients in `.grad`.
         strategy: Any = fabric.strategy if fabric else None
         scale_gradients = getattr(strategy, "scale_gradients", None)
         self._discard_gradients = getattr(strategy, "discard_gradients", None)
@@ -101,24 +103,24 @@ class ExactGradient:
         self._retry = OomRetry(self.size, self._window, snapshot, self._wrapped, weight.device)
 
     def backward(self, step: Step, *batches: Any) -> Tensor:
-        """Compute the gradient of a step; it replaces the gradient in `.grad`.
+        """Compute the gradient of a step, and replace the previous gradient in `.grad`.
 
         Args:
-            step: Called with each micro-batch; calls the model.
+            step: Function that runs the model on a micro-batch and returns the loss.
             batches: The batches of the step on this rank.
 
         Returns:
-            The mean loss of this rank, weighted by weights or samples, detached from the graph.
+            The mean loss of this rank, weighted by `loss_weight` or by samples, detached from the graph.
 
         Raises:
-            MemoryError, RuntimeError: Memory ran out, and there is no smaller size.
-            ValueError: A weight is negative or not finite, or only some micro-batches have one.
+            MemoryError, RuntimeError: Memory ran out, and the micro-batch size cannot be halved.
+            ValueError: A weight is negative or not finite, or only some micro-batches have a weight.
         """
         if not batches:
             raise ValueError("backward() needs the batches of a step: gradient.backward(step, *batches)")
         for parameter in self._model.parameters():
             parameter.grad = None
-        # Under ZeRO, gradients of an earlier, incomplete step are not in `.grad`.
+        # Under ZeRO, clearing `.grad` does not discard the gradients of an incomplete earlier step.
         if self._discard_gradients is not None:
             self._discard_gradients()
         self._window.begin(len(batches))
@@ -131,6 +133,7 @@ class ExactGradient:
         self._retry.finish()
         self._window.correct()
         outputs: list[tuple[MicroBatchPart, tuple[Tensor, float | None]]] = [o for run in runs for o in run]
+        # `Window.scale` has rejected a mix of weights and None, so a None means that no output has a weight.
         weights = [weight for _, (_, weight) in outputs]
         weights = [part.num_samples for part, _ in outputs] if None in weights else weights
         return mean([loss for _, (loss, _) in outputs], weights)
@@ -146,7 +149,7 @@ class ExactGradient:
         is_last_batch: bool,
     ) -> tuple[Tensor, float | None]:
         del is_first
-        # DDP and FSDP average gradients over the ranks in the last backward pass of a step only.
+        # DDP and FSDP average gradients over the ranks only in the last backward pass of a step.
         context: AbstractContextManager[Any] = nullcontext()
         if self._retry.replica is None and not (is_last and is_last_batch):
             if self._fabric is not None:
@@ -161,17 +164,17 @@ class ExactGradient:
                 loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
             )
             self._run_backward(scaled)
-        # A copy, since the loss may be a view that keeps the graph's memory.
+        # Return a copy: a detached view would keep the storage of a larger tensor alive.
         return loss.detach().clone(), weight
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Make the optimizer's next `step` atomic: if memory runs out in it, it is undone and retried.
+        """Make the optimizer's next `step` atomic: if memory runs out, the step is undone and retried.
 
-        This has an effect only with `micro_batch_size="auto"`. It first copies parameters, gradients and
-        optimizer state to host memory: on a CPU before every step, on other devices before the first.
+        `update` has an effect only with `micro_batch_size="auto"`. Parameters, gradients and optimizer state
+        are copied to host memory: on a CPU before every step, on other devices only before the first step.
 
         Args:
-            optimizer: The optimizer, wrapped by Fabric or not.
+            optimizer: The optimizer, with or without Fabric's wrapper.
         """
         own: Any = optimizer
         return self._retry.update(own.optimizer if is_wrapped(own) else own)

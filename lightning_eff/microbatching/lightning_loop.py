@@ -1,22 +1,22 @@
-"""One exact optimizer step from one or several batches: the only subclass of Lightning's optimization loop.
+"""Make exact optimizer steps from one or several batches, in a subclass of Lightning's optimization loop.
 
-Each step gets the gradient of one large batch. That batch consists of the batches of a window
-(GradientAccumulation, or the Trainer's own `accumulate_grad_batches`) on all ranks, each of which may be
-split into micro-batches (MicroBatch). window.py has the scale factors and micro_batch_runner.py splits
-batches; this module has the methods that Lightning calls. `training_step` may return a weight next to the
-mean loss, `{"loss": loss, "loss_weight": num_tokens}`; otherwise all samples weigh the same.
+Each step gets the gradient of one large batch. The large batch consists of all batches of a window, on all
+ranks. GradientAccumulation or the Trainer's own `accumulate_grad_batches` sets the length of a window, and
+MicroBatch may split each batch. window.py computes the scale factors, micro_batch_runner.py runs
+micro-batches, and this module has the methods that Lightning calls. `training_step` may return a weight with
+the mean loss: `{"loss": loss, "loss_weight": num_tokens}`. If the step returns no weights, all samples weigh
+the same.
 
-How the batch size gets here: `GradientAccumulation(global_batch_size=...)` sets the Trainer's
-`accumulate_grad_batches`. `run` reads it at the start of a window and passes it to
-`Window.begin(num_batches)`. If the end of an epoch cuts a window short, the gradient is divided by the
-batches it has. The optimizer also steps if the epoch ends on a batch that is not trained on (the loader
-returned None, or `on_train_batch_start` returned -1). A step that a loss scaler or SkipBadSteps skips does
-not count: neither the schedule nor `global_step` advances.
+`GradientAccumulation(global_batch_size=...)` sets the Trainer's `accumulate_grad_batches`. At the start of a
+window, `ExactStep.run` passes `accumulate_grad_batches` to `Window.begin`. If the end of an epoch cuts a
+window short, the gradient is divided by the actual number of batches. The optimizer also steps if the last
+batch of an epoch is not trained on, because the loader returned None or `on_train_batch_start` returned -1.
+If a loss scaler or SkipBadSteps skips a step, neither the schedule nor `global_step` advances.
 
-Why a subclass: Lightning divides by the window's nominal length before the backward pass, when neither the
-weights nor the real length are known. It has no hook between the last backward pass and gradient clipping.
-The private names (`_AutomaticOptimization`, `_should_accumulate`, ...) are from Lightning 2.6.6. Only this
-module uses them.
+Why a subclass: Lightning divides the loss by the nominal length of a window before each backward pass. The
+weights and the actual length of a window are known only after its last backward pass. Lightning has no hook
+between the last backward pass and gradient clipping. The private names (`_AutomaticOptimization`,
+`_should_accumulate`, ...) are from Lightning 2.6.6, and only this module uses them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAX_NAMES = 12
 WITHOUT_ACCUMULATION = Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation")
 WITHOUT_MICRO_BATCH = Remedy("~callbacks.micro_batch", "remove MicroBatch")
 MAX_FLAT_CHECKS = 8
-"""Number of batches on which the check is repeated while all parts of a batch have the same loss."""
+"""Maximum number of loss checks: the check is repeated while all parts of a batch have the same loss."""
 
 
 @runtime_checkable
@@ -69,71 +69,71 @@ class ScalesGradients(Protocol):
     """A strategy that does not keep gradients in `.grad`."""
 
     scale_gradients: Callable[[float], None]
-    """Multiply the gradients of the current step, before they are clipped."""
+    """Multiply the gradients of the current step by a number, before gradient clipping."""
 
 
 class ExactStep(_AutomaticOptimization):
-    """Runs each batch, and steps with an exact gradient when a window is complete.
+    """Runs each batch, and steps the optimizer with an exact gradient when a window is complete.
 
     Args:
-        trainer: Its `accumulate_grad_batches` is the length of a window, and may change between windows.
-        replaced: Lightning's loop, whose progress counters continue here.
+        trainer: The Trainer; its `accumulate_grad_batches` is the length of the next window.
+        replaced: Lightning's loop, whose progress counters this loop continues.
     """
 
     def __init__(self, trainer: pl.Trainer, replaced: _AutomaticOptimization) -> None:
         super().__init__(trainer)
-        # Checkpoints and the progress bar read Lightning's counters, so they are shared with the replaced
-        # loop.
+        # Share the counters of the replaced loop, because checkpoints and the progress bar read Lightning's
+        # counters.
         self.replaced = replaced
         self.optim_progress = replaced.optim_progress
         self.num_skipped_steps = 0
         self.num_cut_steps = 0
-        """Steps with fewer batches than `accumulate_grad_batches`, at the end of an epoch."""
+        """Number of steps with fewer batches than `accumulate_grad_batches`, each at the end of an epoch."""
         self.micro_batch_size: MicroBatchSize | None = None  # None if batches are not split
         self.is_search_due = False  # whether the next step begins with a search for the size
         self.before_window: list[Callable[[], None]] = []
-        """Called before the first batch of a step; may change `accumulate_grad_batches`."""
+        """Functions called before the first batch of a step; they may change `accumulate_grad_batches`."""
         self.is_step_skipped: Callable[[], bool] = lambda: False
-        """Whether the optimizer skipped the last step (set by SkipBadSteps)."""
+        """Function, set by SkipBadSteps, that returns whether the optimizer skipped the last step."""
         self.around_backward: Callable[[], AbstractContextManager[None]] | None = None
-        """Context for each backward pass, where a step may have several."""
+        """Function, set by TritonGemm, that returns a context for each backward pass."""
         self.around_training_step: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Context for each `training_step`."""
+        """Function, set by Contrastive, that returns a context for each `training_step`."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
-        """Adds a weight to `training_step`'s output, given its number of samples (0 during the check)."""
+        """Adds a weight to the output of `training_step`, given the number of samples (0 in a loss check)."""
         self.weighs_by = ""
-        """What `weigh` counts, for the report."""
+        """Name of the items that `weigh` counts, for the report."""
         self.counts_by = "samples count equally"
-        """How the backward passes of a step are weighted, for the report."""
+        """Text for the report about the weights of a step's backward passes."""
         self.mean_check: str | None = None
-        """Why it is unknown whether the loss is a mean; empty if it is one; None before the check."""
+        """Reason why the loss check was inconclusive; empty if the loss is a mean; None before the check."""
         self._num_flat_checks = 0
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
-        # float64: counts of tokens exceed the 24 bits of float32's mantissa.
+        # float64, because numbers of tokens may exceed the 24 bits of float32's mantissa.
         number = partial(torch.tensor, dtype=torch.float64, device=strategy.root_device)
         self._reduce: Callable[[float, str], float]
         self._reduce = lambda value, by: float(strategy.reduce(number(value), reduce_op=by))
         self._window = Window(
             lambda: (value for group in trainer.optimizers[0].param_groups for value in group["params"]),
             num_ranks=trainer.world_size,
-            # A collective; with weights, it runs once per window and a second time in the first window.
+            # This sum is a collective. With weights, it runs once per window, and twice in the first window.
             sum_over_ranks=lambda value: self._reduce(value, "sum"),
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
         self._state_before_batch = self._window.state()
         self._num_ranks = trainer.world_size
         self._num_batches = 1
-        self._position = 0  # of the current batch in its window, from 1
+        self._position = 0  # position of the current batch in its window, from 1
         self._is_complete, self._is_skipped = True, False
-        self._loss: Tensor | None = None  # the last one of the window
+        self._loss: Tensor | None = None  # the window's last loss
         self._epoch = self._batch_idx = -1  # epoch of the current window; index of the last trained batch
         self._update_lr_schedulers = trainer.fit_loop.epoch_loop.update_lr_schedulers
         self.uneven = UnevenRanks(trainer)
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Train on one batch; step if it completes its window."""
+        """Train on one batch, and step the optimizer if this batch completes a window."""
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         if not self._is_complete and self._epoch != self.trainer.current_epoch:
             self._reject_shards("a loader that ends before its length says")
@@ -147,7 +147,7 @@ class ExactStep(_AutomaticOptimization):
         self._position += 1
         self._is_complete = self._position >= self._num_batches
         if not self._is_complete:
-            # The epoch's last batch completes its window, however short it is.
+            # The last batch of an epoch completes its window, however short the window is.
             self._is_complete = epoch_loop._num_ready_batches_reached()  # noqa: SLF001
             self.num_cut_steps += self._is_complete
         self._state_before_batch = self._window.state()
@@ -160,11 +160,11 @@ class ExactStep(_AutomaticOptimization):
     def _begin_window(self, kwargs: Arguments) -> None:
         for prepare in self.before_window:
             prepare()
-        # StochasticWeightAveraging ends with an epoch without backward passes: a single window.
+        # StochasticWeightAveraging adds a last epoch without backward passes, which is a single window.
         is_whole, trainer = self._skip_backward, self.trainer
         length = trainer.num_training_batches if is_whole else trainer.accumulate_grad_batches
         self._num_batches = int(length)
-        # A precision plugin may create its loss scaler only when a fit begins.
+        # Read the loss scaler here: a precision plugin may create it as late as the start of a fit.
         self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
         self._position = 0
         self._window.begin(self._num_batches)
@@ -181,9 +181,9 @@ class ExactStep(_AutomaticOptimization):
             self._check_mean(kwargs, is_on_all_ranks=self._num_ranks > 1)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001
-        """Advance the schedulers as Lightning does after each batch, unless the batch is not trained on.
+        """Advance the schedulers as Lightning does, except after a batch that was not trained on.
 
-        If such a batch ends the epoch, the optimizer first steps on the unfinished window.
+        If a batch that was not trained on ends the epoch, the optimizer first steps on the open window.
         """
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         is_due = interval == "step" and not update_plateau_schedulers
@@ -198,14 +198,15 @@ class ExactStep(_AutomaticOptimization):
         self._reject_shards("an epoch that ends on a batch that is not trained on")
         model = self.trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            average_gradients(model)  # DDP would have averaged them in the window's last backward pass
+            # In a complete window, DDP averages the gradients in the last backward pass.
+            average_gradients(model)
         self._is_complete, self._is_skipped = True, False
         self.num_cut_steps += 1
         self._position += 1
         self._optimizer_step(batch_idx, lambda: None)
 
     def _reject_shards(self, what: str) -> None:
-        """Reject an unfinished window under sharding: only a further backward pass reduces its gradients."""
+        """Reject an incomplete window of a sharded model: its gradients would need another backward pass."""
         strategy = self.trainer.strategy
         if isinstance(strategy, SingleDeviceStrategy) or isinstance(strategy.model, DistributedDataParallel):
             return
@@ -222,7 +223,7 @@ class ExactStep(_AutomaticOptimization):
         return self.trainer.accumulate_grad_batches > 1 or self.micro_batch_size is not None
 
     def should_accumulate(self) -> bool:
-        """Return whether the current batch made no step: incomplete window, or skipped step."""
+        """Return whether the optimizer has not stepped: the window is incomplete, or the step was skipped."""
         return not self._is_complete or self._is_skipped
 
     @override
@@ -231,14 +232,14 @@ class ExactStep(_AutomaticOptimization):
         if runner is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
-        # Bound here: a retry runs this batch again later, when `is_idle` may have changed.
+        # Bind `is_idle` now: a retry may run this batch again when `is_idle` has changed.
         forward = partial(self._forward, is_idle=self.uneven.is_idle)
         functions = StepFunctions(
             forward, zero_grad, backward, self._check_mean, self._position - 1, self._is_complete
         )
 
         def step() -> ClosureResult:
-            # An optimizer may evaluate its closure again, but this batch counts once.
+            # An optimizer may evaluate its closure several times, but the window counts the batch once.
             self._window.restore(self._state_before_batch)
             return runner.run(kwargs, functions)
 
@@ -267,7 +268,7 @@ class ExactStep(_AutomaticOptimization):
             counted = progress.state_dict() if next(calls) else None
             self._on_before_zero_grad(optimizer)
             self._optimizer_zero_grad(batch_idx, optimizer)
-            if counted is not None:  # a step that is computed again counts as one
+            if counted is not None:  # a retry does not count as another `zero_grad`
                 progress.load_state_dict(counted)
 
         return zero_grad
@@ -287,8 +288,8 @@ class ExactStep(_AutomaticOptimization):
         *,
         is_idle: bool = False,
     ) -> ClosureResult:
-        """Run a forward pass, and scale the loss of `part` to its term in the window's weighted mean."""
-        # Like Lightning's `_training_step`, without its division by `accumulate_grad_batches`.
+        """Run a forward pass, and scale the loss of `part` by its weight in the window's mean."""
+        # Same as Lightning's `_training_step`, but without the division by `accumulate_grad_batches`.
         with self.uneven.without_trace() if is_idle else nullcontext():
             output = self._training_step_output(arguments)
         self.trainer.strategy.post_training_step()
@@ -308,12 +309,13 @@ class ExactStep(_AutomaticOptimization):
         self._loss = self._loss if result.loss is None else result.loss
         if part is not None and part.num_samples is None and weight is None and self._num_batches > 1:
             self.counts_by = "batches count equally, since their samples cannot be counted"
-        # Ranks are weighted by their samples, except for losses over the samples of all ranks (Contrastive,
-        # the only technique that sets `around_training_step`).
+        # Weight each rank by its number of samples. The exception is Contrastive, the only technique that
+        # sets `around_training_step`, because a contrastive loss compares the samples of all ranks.
         is_by_samples = self.uneven.is_on and self.around_training_step is nullcontext
         if weight is None and part is not None and is_by_samples and batch_samples != 0:
             weight = float(part.num_samples or 1)
-        if self.uneven.has_idle and not is_by_samples:  # on all ranks
+        # `has_idle` is the same on all ranks, so all ranks raise this error.
+        if self.uneven.has_idle and not is_by_samples:
             raise ConflictError(
                 "callbacks/contrastive compares the samples of all ranks, and one has no batch left\n"
                 "  try: as many batches on each rank (limit_train_batches)"
@@ -332,8 +334,8 @@ class ExactStep(_AutomaticOptimization):
             return _call_strategy_hook(self.trainer, "training_step", *arguments.values())
 
     def _reject_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Reject an optimizer step inside `training_step`, unless it trains a copy of the model."""
-        # By identity: comparing parameters would compare their values.
+        """Reject an optimizer step inside `training_step` if the optimizer has parameters of the model."""
+        # Compare parameters by identity, because `==` would compare their values.
         trained = {id(parameter) for parameter in self.trainer.lightning_module.parameters()}
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if trained & updated:
@@ -343,17 +345,17 @@ class ExactStep(_AutomaticOptimization):
             )
 
     def _check_mean(self, arguments: Arguments, *, is_on_all_ranks: bool = False) -> None:
-        """Check that the loss is a mean over samples; called before splits and windows, but runs once."""
+        """Check that the loss is a mean over samples; do nothing if an earlier call has a result."""
         if self.mean_check is not None:
             return
         size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
         count = size.num_samples(batch) or 0
-        if self.micro_batch_size is None:  # the user has not asked for a split: dimension 0 may be time
+        if self.micro_batch_size is None:  # no split was requested, so dimension 0 may be time
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
             count = count if batch_size in (None, count) else 0
         if is_on_all_ranks:  # forward passes may communicate, so all ranks must run the same number
             count = int(self._reduce(count, "min"))
-        # Forward passes without gradients need less memory than training.
+        # A forward pass without gradients needs less memory than training, so more samples fit.
         max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
         found = self._compare_losses(arguments, size, max_samples)
         is_first, is_flat, difference = not self._num_flat_checks, found.is_flat, found.difference
@@ -384,12 +386,13 @@ class ExactStep(_AutomaticOptimization):
             )
 
     def _compare_losses(self, arguments: Arguments, size: MicroBatchSize, max_samples: int) -> MeanCheck:
-        """Run the check in the precision of the weights; if that is inconclusive, in the run's precision."""
+        """Check the loss in the weights' precision; if inconclusive, check in the run's precision."""
         trainer, weigh, batch = self.trainer, self.weigh, arguments.get("batch")
         module, device = trainer.lightning_module, trainer.strategy.root_device
 
         def run(part: MicroBatchPart) -> Any:
-            with torch.set_grad_enabled(weigh is not None):  # TiledLoss finds its losses in the graph
+            # TiledLoss's `weigh` searches the autograd graph for losses.
+            with torch.set_grad_enabled(weigh is not None):
                 output = self._training_step_output(OrderedDict(arguments, batch=part.batch))
                 return output if weigh is None else weigh(output, 0)
 
@@ -414,7 +417,7 @@ class ExactStep(_AutomaticOptimization):
 
         def closure() -> Any:
             if next(evaluations) and self._position > 1:
-                save_nothing_on_exception(self.trainer)  # the weights are those of an optimizer's trial
+                save_nothing_on_exception(self.trainer)  # the optimizer has set the weights for a trial
                 raise ConfigError(
                     key="optimizer",
                     value=type(self.trainer.optimizers[0]).__name__,
@@ -425,9 +428,10 @@ class ExactStep(_AutomaticOptimization):
             loss = train_step_and_backward_closure()
             if retry is not None:
                 retry.finish()
-            if not self._skip_backward:  # else the gradients are an earlier step's
+            if not self._skip_backward:  # otherwise `.grad` holds the gradients of an earlier step
                 self._window.correct()
-            # float16's scaler steps only with a loss. If the last batch has none, use an earlier one.
+            # float16's scaler does not step without a loss. If the last batch has no loss, return an
+            # earlier batch's loss.
             return self._loss if loss is None else loss
 
         scaler = self._scaler
@@ -440,7 +444,7 @@ class ExactStep(_AutomaticOptimization):
         if self._is_skipped:
             progress = self.optim_progress.optimizer.step
             for counts in (progress.total, progress.current):
-                # Lightning counted the step, which the optimizer then skipped; `global_step` reads `total`.
+                # Lightning has counted the step that the optimizer skipped. `global_step` reads `total`.
                 counts.ready -= 1
                 counts.completed -= 1
 
@@ -455,7 +459,7 @@ class ExactStep(_AutomaticOptimization):
 
 
 def install(trainer: pl.Trainer) -> ExactStep:
-    """Replace a Trainer's optimization loop by an `ExactStep`, or return the one already installed.
+    """Replace a Trainer's optimization loop by an `ExactStep`, or return the installed `ExactStep`.
 
     Raises:
         ConfigError: A third-party loop is installed.

@@ -1,10 +1,11 @@
-"""Check that a loss is a mean over samples: only then do micro-batches and accumulation keep its gradient.
+"""Check that a loss is a mean over samples; otherwise micro-batches and accumulation change its gradient.
 
-lightning_loop.py calls `check_mean` before the first split. It runs a few samples as one batch, and again as
-pairs and as halves. The mean of the parts' losses must equal the loss of the batch. It differs for losses
-that compare samples with each other (contrastive, redundancy, ranking), for sums, and for means over tokens
-without a `loss_weight`. Modules run in evaluation mode, because dropout and batch statistics would differ
-between the runs. If the step itself draws random numbers, the check is inconclusive.
+lightning_loop.py calls `check_mean` before the first split. `check_mean` runs a few samples as one batch,
+then as pairs, and then as halves. The mean of the parts' losses must equal the loss of the batch. A loss
+fails the check if it is a sum, or compares samples with each other (contrastive, redundancy, ranking). A mean
+over tokens fails too, unless `training_step` returns a `loss_weight`. Modules run in evaluation mode, because
+dropout and batch statistics would differ between the runs. If `training_step` itself draws random numbers,
+the check is inconclusive.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from lightning_eff.microbatching.window import weight_of
 
 MAX_SAMPLES = 16
 MAX_ROUNDING = 0.03
-"""Largest relative difference of two equal losses, due to rounding to 16 or 8 bits."""
+"""Relative difference up to which two losses in 16 or 8 bits count as equal."""
 SMALL_LOSS = 0.01
-"""The differences of smaller losses are taken relative to this value."""
+"""Smallest denominator of a relative difference, for losses near 0."""
 Run = Callable[[MicroBatchPart], Any]
-"""Runs `training_step` on a micro-batch, and returns its output."""
+"""Function that runs `training_step` on a micro-batch and returns the step's output."""
 
 
 class _UndecidedError(Exception):
@@ -46,14 +47,14 @@ class _UndecidedError(Exception):
 
 @dataclass
 class MeanCheck:
-    """The result of the check."""
+    """The result of `check_mean`."""
 
     difference: str = ""
-    """The loss of the batch and the mean over its parts, as text; empty if they are equal."""
+    """Text with the loss of the batch and the mean loss of its parts; empty if both are equal."""
     undecided: str = ""
-    """Why the check is inconclusive; empty if it is not."""
+    """Reason why the check is inconclusive; empty if the check has a result."""
     is_flat: bool = False
-    """Whether it is inconclusive because all parts have the same loss, as in an untrained model."""
+    """Whether the check is inconclusive because all parts have the same loss, as in an untrained model."""
     moved: set[str] = field(default_factory=set[str])
     """Names of parameters and buffers that `training_step` changes."""
 
@@ -68,19 +69,19 @@ def check_mean(
     *,
     is_low: bool,
 ) -> MeanCheck:
-    """Compare the loss of up to `max_samples` samples with the mean over parts of them; undo all changes.
+    """Compare the loss of up to `max_samples` samples with the mean loss of their parts; undo all changes.
 
     Args:
         batch: The batch that `training_step` gets.
         run: Runs `training_step` on a part of the batch.
-        module: The module with this `training_step`.
-        size: Splits the batch.
+        module: The LightningModule whose `training_step` runs.
+        size: Rules for splitting the batch.
         max_samples: Largest number of samples to run.
         device: The module's device.
-        is_low: Whether matrix products run in 16 or 8 bits although the weights have more.
+        is_low: Whether matrix products run in 16 or 8 bits.
     """
     found, parameters = MeanCheck(), list(module.parameters())
-    if is_fake(parameters[0]):  # the tensors of a prediction have no values
+    if is_fake(parameters[0]):  # in a memory prediction, tensors have no values
         return found
     try:
         norms: list[Any] = [child for child in module.modules() if isinstance(child, batch_norm_class())]
@@ -88,15 +89,16 @@ def check_mean(
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
             _stop("the batch has a single sample, or its samples cannot be counted")
-        # Few samples suffice: whether a loss is a mean does not depend on their number.
+        # A few samples suffice: the test for a mean does not depend on the number of samples.
         few = size.split(batch, min(MAX_SAMPLES, max_samples))[0]
-        # Two kinds of parts: a loss over the hardest half of the samples may agree with one of them.
+        # Use two sizes of parts: a loss over the hardest half of the samples may pass with one size.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
-        # Eager, since new shapes would recompile; `real_tensors` hides the passes from operation counters.
+        # Run eagerly, since new shapes would trigger a compilation. `real_tensors` hides the passes from
+        # operation counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
-            full, again = run_part(few), run_part(few)  # twice, to detect a loss that changes by itself
+            full, again = run_part(few), run_part(few)  # twice, to detect a loss that is not deterministic
             outputs = [[run_part(part) for part in partition] for partition in partitions]
         dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
         rounding = MAX_ROUNDING if is_low else _rounding({*dtypes, full.loss.dtype}, device)
@@ -121,7 +123,7 @@ def check_mean(
 
 
 def _rounding(dtypes: set[torch.dtype], device: torch.device) -> float:
-    """Return the largest relative difference of two equal losses: half of the dtype's digits.
+    """Return the relative difference up to which two losses count as equal: half of the dtype's digits.
 
     The result is 7e-9 in float64, 2e-4 in float32, and 3e-3 with TF32 on a GPU.
     """
@@ -150,7 +152,7 @@ class _Output:
 def _compare(
     full: _Output, partition: Sequence[MicroBatchPart], parts: Sequence[_Output], rounding: float
 ) -> tuple[float, bool]:
-    """Return the weighted mean of the parts' losses, and whether that equals the loss of the batch."""
+    """Return the weighted mean of the parts' losses, and whether this mean equals the batch's loss."""
     losses, weights = [float(part.loss) for part in parts], [part.weight for part in parts]
     counts = [part.num_samples for part in partition] if None in weights else weights
     of_mean = float(mean(losses, counts))
@@ -160,7 +162,7 @@ def _compare(
             "the loss of a few samples is 0 or not finite, or they cannot be counted; a mean over targets of "
             "which some are ignored needs a loss_weight"
         )
-    # A loss near 0 may be the difference of large terms. Its relative rounding error has no bound.
+    # A loss near 0 may be the difference of large terms, so its relative rounding error has no bound.
     return of_mean, difference <= rounding * max(scale, SMALL_LOSS)
 
 
@@ -175,11 +177,11 @@ def _unlogged(trainer: pl.Trainer) -> Generator[None]:
 
 
 class _Untraced:
-    """Runs `training_step` in evaluation mode, and undoes its changes.
+    """Runs `training_step` in evaluation mode, and undoes the changes that the step makes.
 
     Args:
-        run: Runs `training_step` on a part of a batch.
-        module: The module with this `training_step`.
+        run: Function that runs `training_step` on a part of a batch.
+        module: The LightningModule whose `training_step` runs.
         device: The module's device.
         moved: Collects the names of parameters and buffers that `training_step` changes.
     """
@@ -191,8 +193,9 @@ class _Untraced:
         self._parameters = {name: each for name, each in module.named_parameters() if not is_sharded(each)}
         named = self._parameters.values()
         num_frozen = sum(each.nbytes for each in named if not each.requires_grad)
-        # Few frozen weights may be a momentum encoder, which the step updates. Many are the base model of an
-        # adapter, which is not updated and too large to copy.
+        # If at most half of the bytes are frozen, the frozen weights may be a momentum encoder, which the
+        # step updates. If more are frozen, they are an adapter's base model, which is too large to copy and
+        # is not updated.
         is_small = 2 * num_frozen <= sum(each.nbytes for each in named)
         self._copies = {
             name: (each.data, each.data.clone())
@@ -208,10 +211,11 @@ class _Untraced:
             again = self._state.again("the check of the loss")
             with again, _unlogged(module.trainer), redirect_stdout(io.StringIO()):
                 for child in module.modules():
-                    vars(child)["training"] = False  # not `eval()`: adapters may merge weights in it
+                    vars(child)["training"] = False  # `eval()` could make adapters merge their weights
+                # Attributes of the instance hide the methods, until `again` restores the instance.
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
                 buffers = {name: (each, version(each)) for name, each in module.named_buffers()}
-                # Copied, because the step may change its batch in place.
+                # Copy the batch, because the step may change its batch in place.
                 values, build = flatten(part.batch)
                 own = build(value.clone() if isinstance(value, Tensor) else value for _, value in values)
                 output = self._run(MicroBatchPart(own, part.num_samples))

@@ -1,19 +1,20 @@
 """Run a Trainer's batches in micro-batches; `ExactStep` calls this module when a batch is split.
 
-oom_retry.py splits and retries. This module connects it to Lightning's strategy and optimizer. It also merges
-the outputs and logged values of the micro-batches into those of the full batch:
+oom_retry.py splits batches and retries steps. This module connects oom_retry.py to Lightning's strategy and
+optimizer. This module also merges the outputs and logged values of the micro-batches of one batch:
 
 - Outputs of `training_step` other than the loss are concatenated or averaged.
-- Values logged over an epoch: Lightning weights each value by the samples of its current batch. So each
-  micro-batch is made Lightning's current batch while it runs.
-- Values logged by step: Lightning would keep the last micro-batch's value. It is replaced by the mean, sum,
-  minimum or maximum over the micro-batches, according to `reduce_fx`. With weights, means are weighted.
-- A torchmetrics metric logged by step is replaced by the mean of the micro-batches' values as well. This
-  equals the full batch's value for accuracy, but not for an F1 score. Over an epoch, every metric is computed
-  from all samples.
+- Values logged over an epoch: Lightning weights each value by the number of samples in the current batch.
+  While a micro-batch runs, it is therefore set as Lightning's current batch.
+- Values logged by step: Lightning would keep the last micro-batch's value. This module replaces that value by
+  the mean, sum, minimum or maximum over the micro-batches, according to `reduce_fx`. A mean is weighted if
+  `training_step` returns weights.
+- Torchmetrics metrics logged by step are also replaced by the mean of the micro-batches' values. For
+  accuracy, this mean equals the full batch's value; for an F1 score it does not. Over an epoch, every metric
+  is computed from all samples.
 
-The private names of Lightning (`_results`, its metrics' `_forward_cache`, `cumulated_batch_size` and `meta`;
-`_block_parallel_sync_behavior`) are from 2.6.6.
+These private names are from Lightning 2.6.6: `_results`, `_block_parallel_sync_behavior`, and the attributes
+`_forward_cache`, `cumulated_batch_size` and `meta` of a logged value.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class StepFunctions:
     # Calls `training_step` and returns the scaled loss; takes the arguments, the micro-batch, and the number
     # of samples in the full batch.
     forward: Callable[[Arguments, MicroBatchPart, int | None], ClosureResult]
-    zero_grad: Callable[[], None] | None  # None if this batch adds to the gradients
+    zero_grad: Callable[[], None] | None  # None if this batch adds to existing gradients
     backward: Callable[[Tensor], None] | None  # None without a backward pass
     check_mean: Callable[[Arguments], None]  # called before a batch is split
-    position: int  # of the batch in its step, from 0
+    position: int  # position of the batch in its step, from 0
     is_last: bool  # whether the optimizer steps after this batch
 
 
@@ -65,22 +66,22 @@ class LoggedValue:
 
     by_step: Any  # the last value logged by step
     total: Any  # sum over the epoch of value * samples; None for a metric
-    num_samples: Any  # the samples in that sum
+    num_samples: Any  # number of samples in `total`
 
 
 LoggedValues = Mapping[str, LoggedValue]
 NOTHING_LOGGED = LoggedValue(None, total=0.0, num_samples=0)
 PartResult = tuple[ClosureResult, LoggedValues, LoggedValues]
-"""The output of a micro-batch, and the logged values before and after it."""
+"""The output of a micro-batch, and the logged values before and after this micro-batch."""
 
 
 class MicroBatchRunner:
-    """Runs the batches of one fit in micro-batches.
+    """Runs the batches of one `fit` in micro-batches.
 
     Args:
         trainer: The Trainer, whose strategy holds the model.
-        micro_batch_size: The current size.
-        window: Scales the losses of a step.
+        micro_batch_size: The current micro-batch size, and the rules that choose it.
+        window: The window, which scales the losses of a step.
     """
 
     def __init__(self, trainer: pl.Trainer, micro_batch_size: MicroBatchSize, window: Window) -> None:
@@ -93,7 +94,7 @@ class MicroBatchRunner:
         self.retry = OomRetry(micro_batch_size, window, snapshot, strategy.model, device)
 
     def find_size(self, arguments: Arguments, forward: Callable[[Arguments], Tensor | None]) -> None:
-        """Set the size to the largest that fits."""
+        """Find the largest micro-batch size that fits in memory, and set this size."""
 
         def run_part(part: MicroBatchPart) -> None:
             self._results.batch, self._results.batch_size = part.batch, part.num_samples
@@ -107,6 +108,7 @@ class MicroBatchRunner:
         """Run one batch in micro-batches; return and log the full batch's values."""
         batch = arguments["batch"]
         outputs = self.retry.run(batch, partial(self._run_part, arguments, functions), functions.position)
+        # With a batch size of None, Lightning counts the samples of the full batch itself.
         self._results.batch, self._results.batch_size = batch, None
         if len(outputs) == 1:
             (_, (result, *_)), *_ = outputs
@@ -122,7 +124,7 @@ class MicroBatchRunner:
         weights = [weight_of(result.extra) for result in results]
         is_weighted = None not in weights
         weights = weights if is_weighted else [part.num_samples for part in parts]
-        # The state before the first micro-batch, then after each one.
+        # The logged values before the first micro-batch, then after each micro-batch.
         states = [kept[0][1][1], *(after for _, (*_, after) in kept)]
         merge_logged(self._results, states, weights, is_weighted=is_weighted)
         extra = merge_outputs([result.extra for result in results], parts)
@@ -144,7 +146,7 @@ class MicroBatchRunner:
         if not is_full_batch:
             functions.check_mean(arguments)
         before = {} if is_full_batch else logged_values(results)
-        # The strategy averages gradients over the ranks in the last backward pass of a step only.
+        # The strategy averages gradients over the ranks only in the last backward pass of a step.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
         with _block_parallel_sync_behavior(self._trainer.strategy) if is_blocked else nullcontext():
@@ -163,7 +165,7 @@ def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBat
     """Merge the outputs of `training_step` other than the loss.
 
     Tensors and lists with one row per sample are concatenated. Numbers are averaged, weighted by samples;
-    `loss_weight` is summed. Of other values, the last micro-batch's is returned.
+    `loss_weight` is summed. For other types, the last micro-batch's value is returned.
 
     Example:
         >>> parts = [MicroBatchPart(None, 3), MicroBatchPart(None, 1)]
@@ -177,7 +179,7 @@ def merge_outputs(outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBat
     merged: dict[str, Any] = {}
     for key, last in outputs[-1].items():
         values: list[Any] = [output.get(key) for output in outputs]
-        kinds: set[Any] = set()  # shape of a row, dtype and device of dense tensors; None for other types
+        kinds: set[Any] = set()  # (row shape, dtype, device) for a dense tensor, "list", or None
         for value in values:
             is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
             if is_dense and value.dim():
@@ -216,13 +218,13 @@ def merge_logged(
     *,
     is_weighted: bool,
 ) -> None:
-    """Replace the values that the micro-batches have logged by those of the full batch.
+    """Replace the micro-batches' logged values by the full batch's values.
 
     Args:
-        results: Lightning's collection.
-        states: The logged values before the first micro-batch, and after each.
-        weights: The weight, or else the number of samples, of each micro-batch.
-        is_weighted: Whether `weights` are weights; if so, the epoch's mean is weighted too.
+        results: Lightning's collection of logged values.
+        states: The logged values before the first micro-batch, and after each micro-batch.
+        weights: The weight of each micro-batch; its number of samples if `training_step` returns no weights.
+        is_weighted: Whether `training_step` returns weights; if so, means over the epoch are weighted too.
     """
     for key in states[-1]:
         metric = results[key]
@@ -231,7 +233,7 @@ def merge_logged(
         counts: list[float | None] = []
         for (before, after), weight in zip(itertools.pairwise(states), weights, strict=True):
             old, new = before.get(key, NOTHING_LOGGED), after.get(key)
-            # Compare by identity: a value that is logged again may be equal.
+            # Compare by identity, because a newly logged value may equal the old value.
             if new is not None and (new.by_step is not old.by_step or new.total is not old.total):
                 changes.append((old, new))
                 counts.append(weight)
@@ -239,7 +241,7 @@ def merge_logged(
             continue
         if not metric.is_tensor:
             values = [new.by_step for _, new in changes]
-            if all(isinstance(value, Tensor) for value in values):  # None after `metric.update(...)`
+            if all(isinstance(value, Tensor) for value in values):  # a value is None after `metric.update`
                 metric._forward_cache = mean(values, counts)  # noqa: SLF001
             continue
         if meta.on_step:
@@ -247,7 +249,7 @@ def merge_logged(
             if not meta.on_epoch:
                 metric.value = metric._forward_cache  # noqa: SLF001 - as Lightning does
         if is_weighted and meta.on_epoch and meta.is_mean_reduction:
-            # Lightning's epoch sum: total += value_i * samples_i for each micro-batch i. Replaced by
+            # Lightning's sum over an epoch: total += value_i * samples_i for micro-batch i. Replace it by
             # total_before + (sum_i w_i value_i / sum_i w_i) * (samples of all micro-batches).
             values = [(new.total - old.total) / (new.num_samples - old.num_samples) for old, new in changes]
             first, _ = changes[0]
@@ -268,7 +270,8 @@ def reject_step_sync(results: Any) -> None:
     """Reject values that Lightning averages over the ranks when they are logged.
 
     Raises:
-        ConflictError: There is such a value: a rank that repeats a batch would wait for the others forever.
+        ConflictError: A value is averaged when it is logged. A rank that repeats a batch would average more
+            often than the other ranks, and wait for them forever.
     """
     for metric in results.values():
         if metric.meta.on_step and metric.meta.sync.should:

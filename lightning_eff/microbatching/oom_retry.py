@@ -1,19 +1,20 @@
 """The micro-batch size of a run: fixed, halved when memory runs out, or found by a search.
 
-When a micro-batch does not fit, everything that the step has changed is restored: random states, buffers,
-metrics and gradients. The step is then computed again from its first sample with half the size. The result is
-bit-identical to a run that started with this size. If the step has several batches, the earlier ones are
-computed again too, but logged only once.
+When a micro-batch does not fit, the state before the step is restored: random states, buffers, metrics and
+gradients. Then the step is computed again from its first sample, with half the micro-batch size. The result
+is bit-identical to a run that started with the smaller size. If the step has several batches, the earlier
+batches are computed again too, but their values are logged once.
 
-The search runs the parts of a step that need most memory with each size, and undoes them: two micro-batches
-(the second adds to existing gradients), the update (which may allocate the optimizer's state), and another
-micro-batch while that state is in memory.
+For each size, the search runs the parts of a step that need the most memory, and undoes their changes. A
+trial runs two or three micro-batches, the optimizer's update, and one more micro-batch. The second
+micro-batch adds to existing gradients. The update may allocate the optimizer's state, so the last micro-batch
+has less memory.
 
-Under DDP, if a rank ran out of memory in the backward pass, the others would wait for it, and its reducer
-would be in an undefined state. So with `auto`, every micro-batch runs without collectives, and a rank that
-retries only takes longer. At the end of the step, the gradients are averaged in buckets, as DDP does, and all
-ranks agree on the size. The result matches DDP: a parameter that no rank used gets no gradient, and all ranks
-have the first rank's buffers.
+Under DDP, a rank that runs out of memory in a backward pass leaves the other ranks waiting, and DDP's reducer
+in an undefined state. With `auto`, every micro-batch therefore runs without collectives, and the other ranks
+can wait for a rank that retries. At the end of the step, the ranks average their gradients in buckets, as DDP
+does, and agree on the micro-batch size. The result matches DDP: a parameter that no rank used gets no
+gradient, and all ranks have the first rank's buffers.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ FIXED_SIZE = Remedy("callbacks.micro_batch.micro_batch_size=8", "MicroBatch(micr
 AUTO = "micro_batch_size=auto on several ranks"
 BUCKET_BYTES = 25 * 2**20
 """DDP's default size of a bucket; a larger gradient gets a separate bucket."""
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private, as of torch 2.13
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # private names of torch 2.13
 TOO_FEW = "Expected more than 1 value per channel"
-"""A batch norm's error for a single sample; to the search, a size that leads to it does not fit."""
+"""The error of a batch norm that gets a single sample; the search rejects a size that causes this error."""
 RunPart = Callable[..., Any]
-"""Runs the forward and backward pass of a micro-batch, and returns its output without the graph.
+"""Function that runs the forward and backward pass of a micro-batch, and returns the detached output.
 
 The call is `run_part(part, batch_samples, is_first=..., is_last=...)`. `batch_samples` is the number of
-samples in the whole batch; None if it is unknown; 0 if a splitter returned micro-batches that cannot be
-counted.
+samples in the full batch. `batch_samples` is None if this number is unknown, and 0 if the samples in a
+splitter's micro-batches cannot be counted.
 """
 PartOutputs = list[tuple[MicroBatchPart, Any]]
-"""The micro-batches of a batch, with what `RunPart` returned for each."""
+"""The micro-batches of a batch, each with the output of its `RunPart` call."""
 
 
 @dataclass(frozen=True)
 class Halving:
-    """One out-of-memory error."""
+    """An out-of-memory error, and the micro-batch size that was tried next."""
 
     before: int  # micro-batch size in samples that did not fit
     after: int  # micro-batch size that was tried next
@@ -75,7 +76,7 @@ class Halving:
 
 @dataclass
 class MicroBatchSize:
-    """The current size in samples, the rules that choose it, and its history."""
+    """The current micro-batch size in samples, the rules that choose a size, and the history of sizes."""
 
     current: int | None  # None for full batches
     is_auto: bool  # whether the size is halved when memory runs out; otherwise the error is raised
@@ -83,19 +84,19 @@ class MicroBatchSize:
     keep: tuple[str, ...] = ()  # values that are not split, as in `splitting.split`
     headroom: float = 0.1  # fraction of the device's memory that the search leaves free
     halvings: list[Halving] = field(default_factory=list[Halving])
-    tried: dict[int, bool] = field(default_factory=dict[int, bool])  # size -> fits, of the last search
+    tried: dict[int, bool] = field(default_factory=dict[int, bool])  # last search: size -> whether it fits
     num_split: int = 0  # batches that were split
     largest: int = 0  # samples of the largest batch so far
-    max_parts: int | None = None  # if a batch has more micro-batches, skip the middle ones (for predictions)
+    max_parts: int | None = None  # for predictions: run this many micro-batches of a batch, skip the middle
 
     def num_samples(self, batch: Any) -> int | None:
-        """Count the samples of a batch, with the splitter if one is set; None if they cannot be counted."""
+        """Count the samples of a batch by the current rules; return None if counting is not possible."""
         if self.splitter is None:
             return splitting.num_samples(batch, self.keep)
         return len(splitting.split(batch, 1, self.splitter))
 
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
-        """Split a batch into micro-batches of a size; None for one micro-batch, also in new containers."""
+        """Split a batch into micro-batches of `size` samples; with None, return it as one micro-batch."""
         parts = splitting.split(batch, size, self.splitter, self.keep)
         self.largest = max(self.largest, sum(part.num_samples or 0 for part in parts))
         if self.max_parts is None or len(parts) <= self.max_parts:
@@ -103,7 +104,7 @@ class MicroBatchSize:
         return [*parts[: self.max_parts - 1], parts[-1]]
 
     def halve(self, num_samples: int | None, error: Exception) -> None:
-        """Continue with half the size after an out-of-memory error.
+        """Halve the micro-batch size after an out-of-memory error.
 
         Args:
             num_samples: Samples of the batch that did not fit; None if unknown.
@@ -126,7 +127,7 @@ def kept_names(keep: str | Sequence[str | int] | None, splitter: Splitter | None
     """Return the names and positions in `keep` as strings.
 
     Raises:
-        ConfigError: A name is empty; or there are names and a splitter, which alone builds the micro-batches.
+        ConfigError: A name is empty, or `keep` is used with a splitter, which builds micro-batches itself.
     """
     if keep and splitter is not None:
         allowed = "None with a splitter, which builds complete micro-batches itself"
@@ -141,8 +142,8 @@ def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
     """Find the largest micro-batch size that fits, by bisection; the returned size has been tried.
 
     Args:
-        fits: Tries a size, and undoes every change.
-        max_size: Samples of the batch.
+        fits: Function that tries a size, undoes every change, and returns whether the size fits.
+        max_size: Largest size to try, which is the number of samples in the batch.
 
     Raises:
         MemoryError: Not even one sample fits.
@@ -154,8 +155,8 @@ def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
     """
     if fits(max_size):
         return max_size
-    # Memory grows with the size: sizes 1 to n fit, larger ones do not. Bisection finds the index of the first
-    # size that does not fit, which equals n, because the list 1, 2, ... starts at index 0.
+    # Memory grows with the size, so sizes 1 to n fit, and sizes above n do not. Bisection finds the index of
+    # the first size that does not fit. This index equals n, because the list 1, 2, ... starts at index 0.
     largest = bisect.bisect_left(range(1, max_size), 1, key=lambda size: not fits(size))
     if not largest:
         raise MemoryError("not even a micro-batch of one sample fits")
@@ -164,7 +165,7 @@ def find_size(fits: Callable[[int], bool], *, max_size: int) -> int:
 
 @dataclass
 class _Batch:
-    """A batch of the current step, and its outputs so far."""
+    """A batch of the current step, with the outputs of its micro-batches so far."""
 
     batch: Any
     run_part: RunPart
@@ -173,13 +174,13 @@ class _Batch:
 
 
 class OomRetry:
-    """Runs the batches of a step in micro-batches that fit. One object serves all steps of a run.
+    """Runs the batches of each step in micro-batches that fit in memory.
 
     Args:
-        micro_batch_size: The current size.
-        window: Scales the losses of the step.
-        snapshot: Keeps the state that a step changes in addition to parameters and gradients, for `auto`.
-        model: The trained model, wrapped by DDP or not.
+        micro_batch_size: The current micro-batch size, and the rules that choose it.
+        window: The window, which scales the losses of the step.
+        snapshot: Copy of the state that a step changes, without parameters and gradients; used with `auto`.
+        model: The trained model, with or without DDP's wrapper.
         device: The model's device.
     """
 
@@ -204,10 +205,11 @@ class OomRetry:
 
     def begin(self) -> None:
         """Start a step."""
-        self._earlier: list[_Batch] = []  # the batches of the step that were run
+        self._earlier: list[_Batch] = []  # batches of the step that have run so far
         self._is_finished = False
         if not self._size.is_auto:
             return
+        # Micro-batches run without collectives, so DDP itself does not broadcast the buffers.
         if self.replica is not None:
             take_buffers(self.replica)
         self._snapshot.keep()
@@ -216,15 +218,16 @@ class OomRetry:
         self._num_halvings = len(self._size.halvings)
 
     def run(self, batch: Any, run_part: RunPart, position: int) -> PartOutputs:
-        """Run the batch at a position of the step (from 0); return its micro-batches with their outputs.
+        """Run a batch, whose position in the step counts from 0; return its micro-batches with their outputs.
 
         If a later batch of the step does not fit, this batch is run again, and the returned list is updated.
         """
         size = self._size
-        del self._earlier[position:]  # an optimizer may evaluate its closure, and so run this batch, again
+        # An optimizer that evaluates its closure again also runs this batch again.
+        del self._earlier[position:]
         current = _Batch(batch, run_part, _versions(batch) if size.is_auto else [])
-        # After `finish`, the optimizer evaluates its closure again. The parameters have changed since the
-        # snapshot, so this evaluation cannot be retried.
+        # A batch that runs after `finish` belongs to another evaluation of the optimizer's closure. The
+        # parameters have changed since the snapshot, so this evaluation cannot be retried.
         if self._is_finished or not size.is_auto:
             try:
                 current.outputs = self._run_parts(current)
@@ -247,23 +250,23 @@ class OomRetry:
         while True:
             try:
                 if is_retry:
-                    # Their gradients belong to this step, and were discarded by `_undo`.
+                    # The gradients of earlier batches belong to this step, but `_undo` has discarded them.
                     for earlier in self._earlier:
                         earlier.outputs[:] = self._run_parts(earlier)
-                    self._snapshot.restore_visible()  # so that they are not logged twice
+                    self._snapshot.restore_visible()  # so that earlier batches are not logged twice
                 return self._run_parts(current)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 self._size.halve(self._size.num_samples(current.batch), error)
-            # After the handler: inside it, the error keeps the frames of the failed pass, and their tensors.
+            # Free memory after the handler: inside the handler, the error keeps the failed pass's tensors.
             self._undo(current)
             free_memory(self._device)
             is_retry = True
 
     def _run_parts(self, current: _Batch) -> PartOutputs:
         parts = self._size.split(current.batch, self._size.current)
-        # The sum over the micro-batches: a splitter may return more or fewer samples than the batch has.
+        # Sum over the micro-batches, since a splitter may return more or fewer samples than the batch has.
         counts = [part.num_samples for part in parts if part.num_samples is not None]
         uncounted = None if len(parts) == 1 else 0
         batch_samples = sum(counts) if len(counts) == len(parts) else uncounted
@@ -276,6 +279,7 @@ class OomRetry:
     def _undo(self, current: _Batch) -> None:
         self._window.restore(self._window_state)
         self._snapshot.restore()
+        # Gradients that existed before the step are cleared by `zero_grad` in the retry.
         if not self._had_gradients:
             for parameter in self._model.parameters():
                 parameter.grad = None
@@ -285,32 +289,32 @@ class OomRetry:
             )
 
     def finish(self) -> None:
-        """Average the gradients over the ranks, agree on the next step's size, and free the batches."""
+        """Average gradients over the ranks, make the ranks' sizes equal, and free the batches."""
         self._earlier = []
         self._is_finished = True
         if self.replica is not None:
             was_halved = len(self._size.halvings) > self._num_halvings
             if average_gradients(self.replica, also=float(was_halved)):
-                # If any rank has halved its size, all ranks continue with the smallest. A rank with full
-                # batches takes part with the size of its largest one.
+                # If any rank has halved its size, all ranks continue with the smallest size. A rank that
+                # runs full batches contributes the size of its largest batch.
                 self._size.current = int(smallest(self._size.current or self._size.largest, self.replica))
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Make the optimizer's next update atomic, if the size is `auto`."""
+        """Make the optimizer's next update atomic, if the micro-batch size is `auto`."""
         self._num_updates += 1
         if not self._size.is_auto:
             return nullcontext()
         return atomic_update(optimizer, self._device, is_first=self._num_updates == 1)
 
     def find(self, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer) -> None:
-        """Find and set the largest size that fits, at most the samples of the smallest batch of all ranks.
+        """Find and set the largest size that fits, up to the number of samples in the ranks' smallest batch.
 
-        All ranks try the same sizes at the same time. A size fits if it fits on every rank.
+        All ranks try the same sizes at the same time. A size is accepted if it fits on every rank.
 
         Args:
             batch: The batch to split.
-            run_part: Runs the forward and backward pass of a micro-batch.
-            optimizer: Steps once per trial.
+            run_part: Function that runs the forward and backward pass of a micro-batch.
+            optimizer: The optimizer, which steps once per trial.
 
         Raises:
             ConfigError: The batch has no countable samples.
@@ -328,13 +332,13 @@ class OomRetry:
     def _fits(
         self, size: int, *, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer
     ) -> bool:
-        """Try a size; return whether it fits on all ranks and leaves the headroom."""
+        """Try a size; return whether it fits on all ranks and leaves the headroom free."""
         fits = True
         with self._without_trace(optimizer):
             allocator.reset_peak(self._device)
             try:
                 parts = self._size.split(batch, size)
-                # The second adds to existing gradients; the last may have another shape.
+                # The second micro-batch adds to existing gradients; the last may have another shape.
                 for part in (parts[0], parts[1] if len(parts) > 1 else parts[0], *parts[2:][-1:]):
                     run_part(part)
                 # The first step allocates the optimizer's state, so this memory must be free too.
@@ -357,15 +361,16 @@ class OomRetry:
 
     @contextmanager
     def _without_trace(self, optimizer: Optimizer) -> Generator[None]:
-        """Undo everything on exit; no operation counter sees the passes, and no step hook the update."""
+        """Undo all changes on exit, and hide the trial from operation counters and step hooks."""
         parameters = list(self._model.parameters())
         current = [parameter.grad for parameter in parameters]
-        # In host memory, so that a trial has as much device memory as a real step.
+        # Copy to host memory, so that a trial has as much device memory as a real step.
         gradients = [None if grad is None else grad.detach().to("cpu", copy=True) for grad in current]
         optimizer_snapshot = OptimizerSnapshot(optimizer)
         self._snapshot.keep()
         for parameter in parameters:
             parameter.grad = None
+        # Hooks of other techniques must not count the update of a trial as a step.
         hooks = [getattr(optimizer, name, {}) for name in STEP_HOOKS]
         kept = [dict(registered) for registered in hooks]
         for registered in hooks:
@@ -391,8 +396,8 @@ def _versions(batch: Any) -> list[int]:
 
 
 def take_buffers(model: DistributedDataParallel) -> None:
-    """Broadcast the first rank's buffers, as DDP does in a forward pass; every rank must call it."""
-    # Also in evaluation mode: Lightning's first validation leaves DDP's wrapper in that mode.
+    """Broadcast rank 0's buffers, as DDP does in a forward pass; all ranks must call this function."""
+    # Broadcast in evaluation mode too: Lightning's first validation leaves DDP's wrapper in this mode.
     for buffer in model.module.buffers() if model.broadcast_buffers else ():
         dist.broadcast(buffer, 0, group=model.process_group)
 
@@ -401,38 +406,39 @@ def take_buffers(model: DistributedDataParallel) -> None:
 def without_collectives(model: DistributedDataParallel) -> Generator[None]:
     """Return a context in which forward and backward passes do not communicate."""
     with model.no_sync():
-        # Otherwise the forward pass would broadcast the buffers; the attribute is private in torch 2.13.
+        # If this attribute (private in torch 2.13) is True, a forward pass broadcasts the buffers.
         before, model.require_forward_param_sync = model.require_forward_param_sync, False
         yield
         model.require_forward_param_sync = before
 
 
 def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> float:
-    """Replace gradients by their mean over the ranks; every rank must call it.
+    """Replace gradients by their mean over the ranks; all ranks must call this function.
 
     Args:
         model: The DDP module.
         also: A number to sum over the ranks in the same collective.
 
     Returns:
-        The sum of `also`.
+        The sum of `also` over the ranks.
     """
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     num_ranks = dist.get_world_size(model.process_group)
     has_gradient = [float(parameter.grad is not None) for parameter in parameters]
+    # One vector, so that one all-reduce sums `also` and counts the ranks with a gradient of each parameter.
     counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(counts, group=model.process_group)
     total, *counts_by_parameter = counts.tolist()
     used = [parameter for parameter, count in zip(parameters, counts_by_parameter, strict=True) if count]
     for parameter in used:
-        if parameter.grad is None:  # another rank has one, and all take part in its all-reduce
+        if parameter.grad is None:  # another rank has a gradient, and all ranks join the all-reduce
             parameter.grad = torch.zeros_like(parameter)
     take = torch_private("torch._utils:_take_tensors", AUTO)
     flatten = torch_private("torch._utils:_flatten_dense_tensors", AUTO)
     unflatten = torch_private("torch._utils:_unflatten_dense_tensors", AUTO)
     for bucket in take([parameter.grad for parameter in used], BUCKET_BYTES):
         flat = flatten(bucket)
-        # gradient = sum over ranks of gradient / num_ranks, divided first as DDP does
+        # gradient = sum over ranks of (gradient / num_ranks). Divide before the sum, as DDP does.
         dist.all_reduce(flat.div_(num_ranks), group=model.process_group)
         for gradient, values in zip(bucket, unflatten(flat, bucket), strict=True):
             gradient.copy_(values)
@@ -440,7 +446,7 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
 
 
 def smallest(value: float, model: DistributedDataParallel) -> float:
-    """Return the minimum of a number over the ranks; every rank must call it."""
+    """Return the minimum of a number over the ranks; all ranks must call this function."""
     number = torch.tensor(value, dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(number, op=dist.ReduceOp.MIN, group=model.process_group)
     return float(number)

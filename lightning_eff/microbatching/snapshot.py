@@ -4,16 +4,16 @@
 
 - random states: torch on the CPU and on the device, Python, NumPy, and generators that modules hold;
 - buffers, the states of torchmetrics, and the values that Lightning has logged;
-- every module's attributes and the items of its lists (`self.count += 1`, `self.losses.append(...)`).
+- every module's attributes, and the items of lists in these attributes.
 
-Changes to custom objects, files and the batch are not undone. Frozen parameters and buffers that cannot be
-copied (sparse, expanded) must not change in a step; if they do, undoing it is an error.
+Changes to custom objects, files and the batch are not undone. Undoing a step raises an error if the step has
+changed a frozen parameter, or a buffer that cannot be copied (sparse, expanded).
 
-`OptimizerSnapshot` keeps parameters, gradients and optimizer state in host memory. `atomic_update` takes one
-before an update, because memory may run out when only half of the parameters are updated. On a CPU it does so
-before every update. On other devices it does so only before the first, which allocates the optimizer's state;
-copying everything to the host takes longer than a step. If an optimizer evaluates its closure more than once
-in a step (LBFGS), the update is not retried.
+`OptimizerSnapshot` keeps parameters, gradients and optimizer state in host memory. `atomic_update` takes an
+`OptimizerSnapshot` before an update, because memory may run out after half of the parameters are updated. On
+a CPU, a snapshot is taken before every update. On other devices, a snapshot is taken only before the first
+update, which allocates the optimizer's state. A snapshot before every update would take longer than a step.
+If an optimizer evaluates its closure more than once in a step (LBFGS), the update is not retried.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from lightning_eff.report.live_bytes import tensors_in
 
 
 class StepSnapshot:
-    """Keeps the state before a step, and restores it.
+    """Copies the state before a step, and restores this state.
 
     Args:
         module: The model.
-        device: The device whose random state is kept in addition to the CPU's.
+        device: The device whose random state is kept in addition to the CPU's random state.
         logged: Lightning's collection of logged values; None without a Trainer.
     """
 
@@ -72,7 +72,7 @@ class StepSnapshot:
                     self._copies.append((tensor, tensor.detach().clone()))
                 else:
                     self._unchanged.append((name, tensor, version(tensor)))
-        # A step that updates a frozen parameter (a momentum encoder) would do so once per micro-batch.
+        # A step that updates a frozen parameter (a momentum encoder) would update it once per micro-batch.
         frozen = [(name, p) for name, p in self._module.named_parameters() if not p.requires_grad]
         self._unchanged += [(name, parameter, version(parameter)) for name, parameter in frozen]
         self._generators = random_states.held_by(self._module)
@@ -84,7 +84,7 @@ class StepSnapshot:
         self._logged_before = dict(self._logged)
         owners: list[Any] = [*self._module.modules(), *self._logged.values()]
         self._attributes = [(vars(owner), dict(vars(owner))) for owner in owners]
-        # Steps append to lists, for example outputs to be averaged later.
+        # A step may append to a list, for example an output that is averaged later.
         values = [value for _, attributes in self._attributes for value in attributes.values()]
         self._lists: list[tuple[list[Any], list[Any]]]
         self._lists = [(value, list(value)) for value in values if isinstance(value, list)]
@@ -94,7 +94,7 @@ class StepSnapshot:
         self._states = [(state, state.detach().clone()) for state in states if isinstance(state, Tensor)]
 
     def restore(self) -> None:
-        """Restore everything.
+        """Restore the copied state.
 
         Raises:
             RuntimeError: A frozen parameter, or a buffer that could not be copied, has changed.
@@ -103,7 +103,7 @@ class StepSnapshot:
             current.clear()
             current.update(registered)
         with torch.no_grad():
-            # Regardless of the version: batch norms change their buffers without increasing it.
+            # Restore every buffer, because batch norms change buffers without increasing the version.
             for buffer, values in self._copies:
                 buffer.copy_(values)
         random_states.restore(self._random, self._device, self._generators)
@@ -130,10 +130,10 @@ class StepSnapshot:
 
 @runtime_checkable
 class SharesState(Protocol):
-    """An optimizer that wraps other optimizers, which refer to its state."""
+    """An optimizer that wraps other optimizers and shares its state with them."""
 
     share_state: Callable[[], None]
-    """Set the state and groups of the wrapped optimizers to the current ones."""
+    """Set the wrapped optimizers' state and groups to the wrapper's state and groups."""
 
 
 class OptimizerSnapshot:
@@ -146,18 +146,18 @@ class OptimizerSnapshot:
         self._groups: list[dict[str, Any]] = _copied(options)
         self._state = {key: _copied(value) for key, value in optimizer.state.items()}
         parameters: list[Tensor] = [parameter for group in groups for parameter in group["params"]]
-        # Leave out frozen parameters, which no update changes. Writing to one would increase its version, and
-        # StepSnapshot would take that for a change by the step.
+        # Leave out frozen parameters, which no update changes. Writing to a frozen parameter would increase
+        # its version, and StepSnapshot would report a change by the step.
         parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         tensors = [*parameters, *gradients, *tensors_in([*options, *optimizer.state.values()])]
         # Copy each tensor once, even if groups or states share it.
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        # On the CPU, since the device's memory is what may run out.
+        # Copy to the CPU, since the device's memory may run out.
         self._values = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     def restore(self) -> None:
-        """Restore everything."""
+        """Restore parameters, gradients and optimizer state."""
         for tensor, value in zip(self._tensors, self._values, strict=True):
             with torch.no_grad():
                 tensor.copy_(value)
@@ -165,6 +165,7 @@ class OptimizerSnapshot:
             for key in group.keys() - options.keys() - {"params"}:
                 del group[key]
             group.update(_copied(options))
+        # Delete state that the failed update has created, so that the retry creates it again.
         for key in [key for key in self._optimizer.state if key not in self._state]:
             del self._optimizer.state[key]
         for key, value in self._state.items():
@@ -174,7 +175,7 @@ class OptimizerSnapshot:
 
 
 def _copied(value: Any) -> Any:
-    """Return a value with new containers and the same leaves."""
+    """Return a copy of a value, with new containers and the same leaves."""
     return tree_map(lambda leaf: leaf, value)
 
 
@@ -187,14 +188,14 @@ def free_memory(device: torch.device) -> None:
 
 @contextmanager
 def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool) -> Generator[None]:
-    """Make the optimizer's next `step` atomic: it updates all parameters or none.
+    """Make the optimizer's next `step` atomic: either all parameters are updated, or none.
 
     Args:
-        optimizer: Its `step` is replaced inside the context.
+        optimizer: The optimizer, whose `step` is replaced inside the context.
         device: The parameters' device.
         is_first: Whether this is the first update, which allocates the optimizer's state.
     """
-    # Later updates need no more memory than the first, but on a CPU another process may have taken it.
+    # Later updates need no more memory than the first, but on a CPU another process may have taken memory.
     if not is_first and device.type != "cpu":
         yield
         return
@@ -204,7 +205,7 @@ def atomic_update(optimizer: Optimizer, device: torch.device, *, is_first: bool)
     def step(*args: Any, **keywords: Any) -> Any:
         return _step_atomically(optimizer, original, args, keywords, device)
 
-    is_wrapped = "step" in optimizer.__dict__  # an LR scheduler has replaced it
+    is_wrapped = "step" in optimizer.__dict__  # an LR scheduler has replaced `step`
     optimizer.step = step
     try:
         yield
@@ -256,6 +257,6 @@ def _step_atomically(
             if is_retry:
                 error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
                 raise
-        # Outside the handler: the error keeps the failed update's frames, and so its temporaries, alive.
+        # Free memory outside the handler: inside the handler, the error keeps the failed update's tensors.
         free_memory(device)
         is_retry = True

@@ -1,15 +1,16 @@
 """Split a batch into micro-batches along its samples.
 
-A batch may consist of nested containers: those of torch's pytree (dicts, lists, tuples, named tuples), other
-mappings (tokenizers' encodings) and dataclasses. The values in them are split by type:
+A batch may consist of nested containers: the containers of torch's pytree (dicts, lists, tuples, named
+tuples), other mappings (a tokenizer's encodings) and dataclasses. The values in the containers are split by
+type:
 
-- Tensors and arrays are split along their first dimension, lists of texts or numbers by their items. All must
-  have the same number of samples.
-- Numbers, texts, 0-d tensors and the values named in `keep` (class weights, positions, a graph) go to every
-  micro-batch unsplit.
-- Other values are rejected, since any split would be a guess: pass a `splitter`.
+- Tensors and arrays are split along their first dimension, and lists of texts or numbers by item. All these
+  values must have the same number of samples.
+- Numbers, texts, 0-d tensors and the values named in `keep` (class weights, positions, a graph) are passed to
+  every micro-batch unsplit.
+- Values of other types are rejected without a `splitter`, since any split would be a guess.
 
-Slices are views; each micro-batch has new containers.
+Slices of tensors are views of the batch; each micro-batch has new containers.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, tree_flatten_w
 from lightning_eff.core.errors import ConfigError, list_remedy
 
 Splitter = Callable[[Any, int], Sequence[Any]]
-"""Splits a batch into micro-batches of a number of samples: `splitter(batch, micro_batch_size)`."""
+"""Function that splits a batch into micro-batches: `splitter(batch, micro_batch_size)`."""
 PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
-"""Types without tensors. A single such value belongs to all samples; in a list, each item is one sample."""
+"""Types without tensors. A value of these types belongs to all samples; an item of a list, to one sample."""
 MAX_INSPECTED = 256
-"""Number of items inspected to decide whether a list has tensors: it may hold a million numbers."""
+"""Maximum number of items of a list that are inspected for tensors; a list may have a million items."""
 Values = list[tuple[KeyPath, Any]]
 """The values in a batch's containers, with their paths."""
 Build = Callable[[Iterator[Any]], Any]
-"""Rebuilds a batch in new containers from new values, in the order of `Values`."""
+"""Function that rebuilds a batch in new containers from new values, in the order of `Values`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchPart:
-    """A micro-batch."""
+    """A micro-batch and its number of samples."""
 
     batch: Any  # the argument of `training_step`
     num_samples: int | None  # None if unknown
 
 
 class AmbiguousBatchError(Exception):
-    """The samples of a batch cannot be counted or split; `odd` names values whose size differs."""
+    """The samples of a batch cannot be counted or split; `odd` names values whose sample count differs."""
 
     def __init__(self, text: str, odd: Sequence[str] = ()) -> None:
         super().__init__(text)
@@ -63,8 +64,9 @@ def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
     builders: list[Build] = []
     for keys, value in keyed:
         here = (*path, *keys)
-        # Pytree treats other containers, such as dataclasses, as leaves: they are flattened here.
+        # torch's pytree treats other containers, such as dataclasses, as leaves, so flatten them here.
         fields = _fields(value)
+        # The builder of a leaf is `next`, which takes one new value from the iterator.
         inner, build = ([(here, value)], next) if fields is None else flatten(fields, here)
         values += inner
         builders.append(build if fields is None else functools.partial(_refilled, value, build))
@@ -72,7 +74,7 @@ def flatten(batch: Any, path: KeyPath = ()) -> tuple[Values, Build]:
 
 
 def _fields(value: Any) -> dict[Any, Any] | None:
-    """Return the items of a mapping or dataclass, which torch's pytree treats as a leaf; else None."""
+    """Return the items of a mapping or dataclass, which is a leaf to torch's pytree; None for other types."""
     if isinstance(value, MutableMapping):
         mapping: MutableMapping[Any, Any] = value
         return dict(mapping)
@@ -93,14 +95,14 @@ def _refilled(container: Any, build: Build, new: Iterator[Any]) -> Any:
 
 
 def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
-    """Count the samples of a batch; return None if it has no tensors, or their numbers differ.
+    """Count the samples of a batch; return None if it has no tensors, or if values differ in number.
 
     Args:
         batch: A batch of any type.
         keep: Names of values to ignore, as in `split`.
 
     Raises:
-        ConfigError: The batch lacks a name in `keep`.
+        ConfigError: A name in `keep` is not in the batch.
 
     Example:
         >>> num_samples({"tokens": torch.zeros(4, 7), "texts": ["a", "b", "c", "d"], "task": "copy"})
@@ -121,15 +123,15 @@ def split(
     *,
     owner: tuple[str, str] = ("callbacks.micro_batch", "MicroBatch"),
 ) -> list[MicroBatchPart]:
-    """Split a batch into micro-batches of one size; the last one has the remainder.
+    """Split a batch into micro-batches of one size; the last micro-batch has the remainder.
 
     Args:
         batch: Tensors in containers; samples lie along the first dimension.
-        micro_batch_size: Samples of a micro-batch, at least 1; None for one micro-batch, of any batch.
-        splitter: Replaces the built-in rules.
-        keep: Values that every micro-batch gets unsplit: names at any depth, or paths from the root of the
-            batch. A path joins names and positions with dots (`1`, `targets.weights`).
-        owner: Override prefix and class name of the technique with these settings, for messages.
+        micro_batch_size: Samples of a micro-batch, at least 1; None to return any batch as one micro-batch.
+        splitter: Function that replaces the built-in rules.
+        keep: Values that are passed to every micro-batch unsplit: names at any depth, or paths from the root
+            of the batch. A path joins names and positions with dots (`1`, `targets.weights`).
+        owner: Override prefix and class name of the technique with these settings, for error messages.
 
     Raises:
         ConfigError: The batch is ambiguous or lacks a name in `keep`, or the splitter returned nothing.
@@ -151,8 +153,8 @@ def split(
         # `is_cut` holds the paths of the values with one row per sample.
         total, is_cut = _count(values, keep)
         if micro_batch_size is None or micro_batch_size >= total:
-            # New containers, even for a full batch: `training_step` may change them, and a retry needs the
-            # original.
+            # Return new containers even for a full batch: `training_step` may change its containers, and a
+            # retry needs the original batch.
             return [MicroBatchPart(build(value for _, value in values), total)]
         firsts = range(0, total, micro_batch_size)
         bounds = [(first, min(total, first + micro_batch_size)) for first in firsts]
@@ -167,7 +169,7 @@ def split(
 
 
 def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:
-    """Return the mean of the micro-batches' values, weighted by samples or weights; None counts as 1."""
+    """Return the weighted mean of the micro-batches' values; a weight of None counts as 1."""
     known = [1.0 if weight is None else float(weight) for weight in weights]
     if len(values) == 1 or not any(known):
         return values[0]
@@ -180,8 +182,8 @@ def _count(values: Values, keep: Sequence[str]) -> tuple[int, Collection[KeyPath
     """Find the number of samples, and the paths of the values to split.
 
     Raises:
-        AmbiguousBatchError: The values have different numbers of samples, or one has an unknown type.
-        ConfigError: The batch lacks a name in `keep`.
+        AmbiguousBatchError: The values have different numbers of samples, or a value has an unknown type.
+        ConfigError: A name in `keep` is not in the batch.
     """
     _check_names(keep, values)
     counts: dict[KeyPath, int] = {}
@@ -224,12 +226,12 @@ def _slices(values: Values, is_cut: Collection[KeyPath], first: int, last: int) 
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value may have samples: a tensor, a NumPy array, a TensorDict."""
+    """Return whether a value may hold samples, like a tensor, a NumPy array or a TensorDict."""
     return isinstance(value, Tensor) or (hasattr(value, "ndim") and hasattr(value, "__getitem__"))
 
 
 def _is_value(node: Any) -> bool:
-    """Return whether torch's pytree should stop at a node: a list of texts or numbers, or no container."""
+    """Return whether torch's pytree should not descend into a node, such as a list of texts or numbers."""
     if type(node) in (list, tuple) and node:
         return all(isinstance(value, PLAIN) for value in itertools.islice(tree_iter(node), MAX_INSPECTED))
     # A packed sequence is a named tuple too, but none of its fields has one row per sample.
@@ -237,11 +239,10 @@ def _is_value(node: Any) -> bool:
 
 
 def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
-    """Return whether a list on the path holds samples, so that tensors in it have no batch dimension.
+    """Return whether a list on the path holds one sample per item, without a batch dimension.
 
-    The list's first item decides: it is a dict (the targets of one image), or it has a number or text next to
-    tensors (an image and its label). Dicts in the outermost list may be the batches of several loaders
-    instead.
+    The first item of such a list is a dict (one image's targets), or has a number or text alongside tensors
+    (an image and its label). In the outermost list, however, dicts may be the batches of several loaders.
     """
     is_scalar = isinstance(value, PLAIN) or (_is_array(value) and not value.ndim)
     return any(
@@ -252,7 +253,7 @@ def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
 
 
 def _is_kept(name: str, path: str) -> bool:
-    """Return whether the path begins with `name`, or contains it; a position must be at the beginning."""
+    """Return whether a path begins with `name` or contains it; a position counts only at the beginning."""
     return f"{path}.".startswith(f"{name}.") or (not name.isdigit() and name in path.split("."))
 
 
@@ -267,7 +268,7 @@ def _check_names(keep: Sequence[str], values: Values) -> None:
 
 def _dotted(path: KeyPath) -> str:
     """Return a path in the notation of `keep`."""
-    # The only field of each of torch's key objects is a key, a position or a name.
+    # Each of torch's key objects has a single field: a key, a position or a name.
     steps: Any = path
     return ".".join(str(getattr(step, dataclasses.fields(step)[0].name)) for step in steps)
 

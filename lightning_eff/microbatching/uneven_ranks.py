@@ -1,18 +1,18 @@
-"""Ranks whose loaders return different numbers of batches: streams, WebDataset, shards of different sizes.
+"""Train on ranks whose loaders return different numbers of batches: streams, WebDataset, uneven shards.
 
-If the loaders' lengths are not known to be equal, all ranks exchange before each batch whether they have one:
-an all-reduce of two numbers. A rank that has no batch left computes its last one again, with weight 0. When
-no rank has a batch, the epoch ends on all ranks. So all ranks run the same collectives under any strategy and
-count the same steps, while the gradient contains only the existing batches.
+If loaders may differ in length, an all-reduce of two numbers before each batch compares the data that ranks
+have left. A rank that has no batch left computes its last batch again, with weight 0. When no rank has a
+batch left, the epoch ends on all ranks. All ranks therefore run the same collectives under any strategy, and
+count the same steps. Repeated batches do not change the gradient.
 
-A repeated batch changes neither random states nor buffers. Its values are logged once more, as Lightning's
-DistributedSampler also logs the samples that it repeats. Synchronized batch norms are rejected: the other
-ranks' statistics would include the repeated batch.
+A repeated batch changes neither random states nor buffers. Values of a repeated batch are logged again;
+Lightning also logs values of samples that its DistributedSampler repeats. Synchronized batch norms are
+rejected, because the other ranks' statistics would include the repeated batch.
 
-Why not torch's `Join`: it wraps the training loop, which is Lightning's, and it supports DDP only.
+Why not torch's `Join`: `Join` supports only DDP, and must wrap the training loop, which belongs to Lightning.
 
-`lightning_loop.install` installs this class on several ranks. Lightning's private names (`_combined_loader`,
-`_evaluation_step`, ...) are from 2.6.6.
+`lightning_loop.install` installs `UnevenRanks` if a run has several ranks. Lightning's private names
+(`_combined_loader`, `_evaluation_step`, ...) are from 2.6.6.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.microbatching.oom_retry import take_buffers, without_collectives
 
 HAS_MORE, HAS_LAST, IS_OVER = 0, 1, 2
-"""State of a rank's data: it has a batch that is not its last, its last batch, or no batch."""
+"""State of a rank's data: several batches left, the last batch, or no batch left."""
 
 
 class UnevenRanks:
-    """Lets every rank train on all of its batches; takes the place of Lightning's fetcher.
+    """Lets every rank train on all its batches; replaces Lightning's data fetcher.
 
     Args:
-        trainer: Runs on several ranks.
+        trainer: The Trainer, which runs on several ranks.
     """
 
     is_on = False
     """Whether the training loaders of the ranks may differ in length."""
     is_idle = False
-    """Whether this rank repeats a batch, because only other ranks have one left."""
+    """Whether this rank has no batch left and repeats its last batch, while another rank has data."""
     has_idle = False
     """Whether any rank repeats a batch."""
     done = False
-    """Whether no rank has a batch after the current one; Lightning reads this attribute of a fetcher."""
+    """Whether the current batch is the last on all ranks; Lightning reads this attribute of a fetcher."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._last: Any = None  # this rank's last batch, as a fetcher returns it
-        self.num_batches = 0  # number of batches that some rank repeated
+        self.num_batches = 0  # number of times that at least one rank repeated a batch
 
     @property
     def did(self) -> str:
-        """Return the report's text about batches that some rank did not have; empty if there were none."""
+        """Return the report's text about batches that not every rank had; empty without such batches."""
         count = self.num_batches
         plural = "es" * (count != 1)
         return f"{count} batch{plural} that not every rank had, counted by samples" if count else ""
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
-        """Return the methods of Lightning's loops to replace: loop, method name, replacement."""
+        """Return the replaced methods of Lightning's loops, each as loop, method name and new method."""
         fit_loop: Any = self._trainer.fit_loop
         return [
             (fit_loop, "setup_data", self._setup_lengths),
@@ -88,13 +88,13 @@ class UnevenRanks:
             setattr(loop, name, replacement)
 
     def uninstall(self) -> None:
-        """Restore the methods; a second call has no effect."""
+        """Restore the methods of Lightning's loops; a second call has no effect."""
         for loop, name, _ in self._replacements():
             vars(loop).pop(name, None)
         self._last = None
 
     def _setup_lengths(self) -> None:
-        """Set up the loaders, and set the epoch's length to the longest rank's.
+        """Set up the loaders, and set the epoch's length to the largest length of any rank.
 
         Schedules and validation intervals depend on this length.
         """
@@ -106,16 +106,17 @@ class UnevenRanks:
             return
         is_known = all(has_known_length(each) for each in loader.flattened)
         length = float(fit_loop.max_batches)
-        # Infinity stands for an unknown length. If any rank's is unknown, the ranks agree batch by batch.
+        # Infinity stands for an unknown length. If any length is unknown, the ranks agree before each batch.
         known = length if is_known else math.inf
         (shortest, _), (longest, max_batches) = self._agree(known, length)
         self.is_on = shortest != longest or longest == math.inf
         self.has_idle = self.is_idle = False
         if max_batches == length:
             return
-        # A rank with a shorter length would end its epoch before the others.
+        # A rank with a shorter length would end its epoch before the other ranks.
         fit_loop.max_batches = int(max_batches) if math.isfinite(max_batches) else math.inf
         trainer: Any = self._trainer
+        # Lightning has computed the validation interval from the rank's own length.
         interval = trainer.val_check_interval
         if isinstance(interval, float) and trainer.val_check_batch not in (None, math.inf):
             trainer.val_check_batch = max(1, int(fit_loop.max_batches * interval))
@@ -127,7 +128,7 @@ class UnevenRanks:
         type(epoch_loop).advance(epoch_loop, self if is_asked else fetcher)
 
     def __next__(self) -> Any:
-        """Return this rank's next batch, as Lightning's fetchers do, or its last one again.
+        """Return this rank's next batch, as Lightning's fetchers do, or repeat the rank's last batch.
 
         Raises:
             StopIteration: No rank has a batch left.
@@ -138,6 +139,7 @@ class UnevenRanks:
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
         if batch is not None and batch[0] is not None:  # a loader may return None, which Lightning skips
             self._last = batch
+        # States are ordered: the minimum is the rank with most data left, the maximum the rank with least.
         (first,), (last,) = self._agree(state)
         if first == IS_OVER:
             raise StopIteration
@@ -156,28 +158,30 @@ class UnevenRanks:
         return self._last if self.is_idle else batch
 
     def _first_batch(self) -> Any:
-        """Return the first batch, for a run that resumes after the end of its loader; None without data."""
+        """Return the first batch, for a run that has resumed at the end of its loader; None without data."""
         fit_loop: Any = self._trainer.fit_loop
         loaders = fit_loop._combined_loader.iterables  # noqa: SLF001
-        # From the loaders inside our wrappers, which would count the batch.
+        # Iterate over the loaders inside our wrappers, because the wrappers would count the batch.
         with isolate_rng():
             return next(iter(CombinedLoader(tree_map(_unwrapped, loaders), "max_size_cycle")), None)
 
     @contextmanager
     def without_trace(self) -> Generator[None]:
-        """Run a repeated forward pass without changing random states and buffers."""
+        """Return a context that undoes a repeated forward pass's changes to random states and buffers."""
         before = [(each, each.clone()) for each in self._trainer.lightning_module.buffers()]
         with isolate_rng():
             yield
         for buffer, value in before:
-            if not torch.equal(buffer, value):  # a write to an unchanged buffer would stop recomputation
+            if not torch.equal(buffer, value):  # a write to an unchanged buffer would break recomputation
                 buffer.data.copy_(value)
 
     def _begin_validation(self) -> None:
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            take_buffers(model)  # once; DDP would do so in each forward pass, of which ranks may have fewer
+            # Broadcast once: DDP broadcasts in each forward pass, but ranks may have different numbers of
+            # passes.
+            take_buffers(model)
         type(validation).on_run_start(validation)
 
     def _evaluate(self, *args: Any) -> None:
@@ -189,10 +193,10 @@ class UnevenRanks:
             type(validation)._evaluation_step(validation, *args)  # noqa: SLF001
 
     def _agree(self, *own: float) -> tuple[list[float], list[float]]:
-        """Return the smallest and the largest of each number over the ranks; all of them call it."""
+        """Return the minimum and maximum of each number over the ranks; all ranks must call this method."""
         if not dist.is_initialized():
             return [*own], [*own]
-        # max(x) = -min(-x), so one all-reduce returns both.
+        # max(x) = -min(-x), so one all-reduce computes minimum and maximum.
         both = torch.tensor([*own, *(-number for number in own)], dtype=torch.float64)
         both = both.to(self._trainer.strategy.root_device)
         dist.all_reduce(both, op=dist.ReduceOp.MIN)

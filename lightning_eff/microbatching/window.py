@@ -1,22 +1,23 @@
-"""The scale factors of a step's losses and gradients, which make its gradient an exact weighted mean.
+"""Scale the losses and gradients of a step, so that the step's gradient is an exact weighted mean.
 
-A window is the batches of one optimizer step. Its gradient equals the gradient of one large batch, over the
-micro-batches i of the window and over all ranks:
+A window consists of the batches of one optimizer step. The window's gradient equals the gradient of one large
+batch. This gradient is a weighted mean over the window's micro-batches i on all ranks:
 
     gradient = sum_i(w_i * g_i) / sum_i(w_i)      g_i: gradient of the mean loss of micro-batch i
 
-w_i is the weight that `training_step` returned. The sum of the weights is known only after the last backward
-pass, so the division is done in two factors:
+w_i is the weight that `training_step` returned for micro-batch i. The sum of the weights is known only after
+the last backward pass, so the gradient is scaled in two steps:
 
     loss_i   * w_i / reference                     `Window.scale`, before each backward pass
     gradient * num_ranks * reference / sum_i(w_i)  `Window.correct`, once, before gradient clipping
 
-`num_ranks` cancels the average that DDP and FSDP take over the ranks. `reference` is a power of two near one
-rank's part of the window's weight, the same on all ranks. It keeps scaled float16 gradients from overflowing,
-and dividing by a power of two does not round.
+`num_ranks` cancels the average that DDP and FSDP take over the ranks. `reference` is a power of two near the
+window's mean weight per rank, and is the same on all ranks. Dividing by `reference` keeps float16 gradients
+from overflowing, and division by a power of two does not round.
 
 If ranks may have different numbers of batches, a micro-batch's weight is its number of samples. Otherwise,
-without weights, each sample weighs 1 and all ranks count the same, without communication:
+without weights from `training_step`, each sample weighs 1, all ranks count the same, and no communication is
+needed:
 
     loss_i   * c_i / num_batches                   c_i: samples of i / samples of the window's first batch
     gradient * num_batches / sum_i(c_i)            1, unless a window is cut short or batches differ in size
@@ -37,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from lightning_eff.core.errors import ConflictWarning
 
 WindowState = tuple[int | None, float, float | None]
-"""The counters of a window: samples of its first batch, batches, and weight."""
+"""The counters of a window: samples of the first batch, number of batches, and sum of the weights."""
 UNKNOWN_SAMPLES = (
     'the samples cannot be counted: return {"loss": ..., "loss_weight": num_samples} from training_step'
 )
@@ -46,14 +47,14 @@ UNKNOWN_SAMPLES = (
 class Window:
     """Scales the losses and gradients of a step so that its micro-batches act as one large batch.
 
-    One object serves all steps of a run.
+    One `Window` object serves all steps of a run.
 
     Args:
-        parameters: Returns the trained parameters.
+        parameters: Function that returns the trained parameters.
         num_ranks: Number of processes whose gradients are averaged.
-        sum_over_ranks: Sums a number over these processes; by default over torch.distributed's default group.
-        scale_gradients: Multiplies all gradients by a number, for strategies that shard weights and do not
-            keep gradients in `.grad` (DeepSpeed).
+        sum_over_ranks: Function that sums a number over these processes; None for the default process group.
+        scale_gradients: Function that multiplies all gradients by a number, for strategies that shard weights
+            and do not keep gradients in `.grad` (DeepSpeed).
 
     Example:
         A step of two micro-batches, of 3 and of 1 token, in a hand-written loop:
@@ -85,10 +86,10 @@ class Window:
         self.begin(1)
 
     def begin(self, num_batches: int) -> None:
-        """Start a step of `num_batches` batches, each of which may come in micro-batches."""
+        """Start a step of `num_batches` batches, each of which may be split into micro-batches."""
         self._num_batches = num_batches
         self._first_batch_samples: int | None = None
-        self._num_counted = 0.0  # batches so far; one with half the samples of the first counts 0.5
+        self._num_counted = 0.0  # batches so far; a batch with half of the first batch's samples counts 0.5
         self._weight: float | None = None  # sum of the weights so far; None without weights
 
     def state(self) -> WindowState:
@@ -96,7 +97,7 @@ class Window:
         return self._first_batch_samples, self._num_counted, self._weight
 
     def restore(self, state: WindowState) -> None:
-        """Reset the counters to `state`. `reference` stays, since the ranks have agreed on it."""
+        """Reset the counters to `state`. `reference` is kept, since all ranks have agreed on its value."""
         self._first_batch_samples, self._num_counted, self._weight = state
 
     def scale(
@@ -107,17 +108,17 @@ class Window:
         num_samples: int | None = None,
         batch_samples: int | None = None,
     ) -> Tensor:
-        """Count a micro-batch and return the loss to differentiate.
+        """Count a micro-batch, and return the scaled loss for its backward pass.
 
         Args:
             loss: The micro-batch's mean loss, a scalar.
-            weight: Number of items in the mean, for example tokens; None for samples.
+            weight: Number of items in the mean, for example tokens; None to weight by samples.
             num_samples: Samples of the micro-batch; None if unknown.
-            batch_samples: Samples of the whole batch; 0 if the numbers of its slices are unknown.
+            batch_samples: Samples of the full batch; 0 if the samples of its micro-batches are unknown.
 
         Raises:
-            ValueError: Only some micro-batches of the window have a weight, or one of several has neither a
-                weight nor a known number of samples.
+            ValueError: Only some micro-batches of the window have a weight, or a splitter's micro-batch has
+                neither a weight nor a known number of samples.
         """
         if self._num_counted and (weight is None) is not (self._weight is None):
             raise ValueError(
@@ -125,8 +126,8 @@ class Window:
             )
         if weight is None and batch_samples == 0:
             raise ValueError(f"of the splitter's micro-batches {UNKNOWN_SAMPLES}")
-        # All micro-batches of one batch count 1 together.
-        fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0  # of its batch
+        # This micro-batch's fraction of its batch. The fractions of all micro-batches of a batch add up to 1.
+        fraction = num_samples / batch_samples if num_samples and batch_samples else 1.0
         if weight is None and num_samples is None and self._num_batches > 1 and not self._has_warned:
             self._has_warned = True
             text = f"each batch of a step weighs the same, also a smaller one: {UNKNOWN_SAMPLES}"
@@ -145,21 +146,21 @@ class Window:
         self._num_counted += fraction
         self._weight = weight + (self._weight or 0.0)
         if not self.reference:
-            # The weight of the full window, if all batches were like this one.
+            # The expected weight of the full window, if all batches had the weight of this batch.
             expected = weight / fraction * self._num_batches
-            # A collective, so all ranks call it in their first micro-batch, even with weight 0. Later calls
-            # would not match up, since ranks may have different numbers of micro-batches.
+            # The sum is a collective: all ranks call it in their first micro-batch, even with weight 0. Later
+            # calls would not match, since ranks may have different numbers of micro-batches.
             self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
         return loss * (weight / self.reference) if weight else self.zero_loss(loss)
 
     def correct(self) -> None:
-        """Multiply the gradients by the factor that makes them exact; call it before they are clipped."""
+        """Multiply the gradients by the factor that makes them exact; must be called before clipping."""
         if self._weight is None:
-            # num_batches * n_first / sum_i(n_i). It is 1 unless the window is cut short or batches differ in
-            # size. DDP's average over the ranks is kept, so every rank counts the same.
+            # num_batches * n_first / sum_i(n_i). The factor is 1 unless the window is cut short or batches
+            # differ in size. DDP's average over the ranks is kept, so every rank counts the same.
             factor = self._num_batches / self._num_counted if self._num_counted else 1.0
         else:
-            # num_ranks * reference / sum_i(w_i). The sum is a collective, once per window.
+            # num_ranks * reference / sum_i(w_i). The sum over the ranks is a collective, once per window.
             total = self._sum_over_ranks(self._weight)
             factor = self._num_ranks * self.reference / total if total else 0.0
             self.reference = _power_of_two(total / self._num_ranks) if total else 0.0
@@ -175,9 +176,9 @@ class Window:
     def zero_loss(self, loss: Tensor) -> Tensor:
         """Return a loss with zero gradients, for a micro-batch of weight 0.
 
-        The micro-batch still needs a backward pass, in which other ranks may wait for it. A mean over no
-        items is NaN, and its gradient times 0 may be NaN too, so the loss is built from the parameters. If
-        they are sharded (FSDP2, ZeRO), gradients must come from the forward pass instead; there, torch's
+        The micro-batch still needs a backward pass, in which other ranks may wait for this rank. A mean over
+        no items is NaN, and its gradient times 0 may be NaN too, so the loss is built from the parameters. If
+        the parameters are sharded (FSDP2, ZeRO), gradients must come from the forward pass instead. torch's
         losses have zero gradients when every target is ignored.
         """
         trained = [parameter for parameter in self._parameters() if parameter.requires_grad]
@@ -191,7 +192,7 @@ def weight_of(output: Any) -> float | None:
     """Return the weight in the output of a training step.
 
     Raises:
-        ValueError: It is not a finite number of at least 0.
+        ValueError: The weight is not a finite number of at least 0.
 
     Example:
         >>> loss = torch.tensor(0.5)
@@ -215,7 +216,7 @@ def weight_of(output: Any) -> float | None:
 def _sum_over_default_group(value: float) -> float:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     number = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(number)  # all ranks of the default group
+    dist.all_reduce(number)  # a collective of the default group
     return float(number)
 
 

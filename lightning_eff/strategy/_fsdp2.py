@@ -38,16 +38,16 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def shard(strategy: Any, model: nn.Module) -> int:
-    """Set all ranks to rank 0's values, and shard the model's blocks and then the rest, in place.
+    """Set all ranks to rank 0's values, and shard the model in place: first its blocks, then other weights.
 
-    All ranks must call it.
+    All ranks must call this function.
 
     Args:
         strategy: An FSDP2 or FSDP2Fabric with a `device_mesh`.
         model: The model, before its optimizer is built.
 
     Returns:
-        Number of modules sharded; 0 if the model was sharded before.
+        Number of sharded modules; 0 if the model was already sharded.
 
     Raises:
         ConflictError: A parameter cannot be sharded, or has a hook that would be lost.
@@ -61,7 +61,7 @@ def shard(strategy: Any, model: nn.Module) -> int:
     checks.check_parameters(checks.FSDP2, model)
     checks.check_hooks(model)
     checks.check_groups(model, selected)
-    # Before sharding, while every rank still has full tensors.
+    # Broadcast before sharding, while every rank still has full tensors.
     broadcast_from_rank0([*model.parameters(), *model.buffers()], strategy.root_device)
     offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     param_dtype, reduce_dtype = DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype]
@@ -70,16 +70,16 @@ def shard(strategy: Any, model: nn.Module) -> int:
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
         "offload_policy": offloading if strategy.cpu_offload else OffloadPolicy(),
     }
-    # `fully_shard` creates new parameters, without attributes that users set on the old ones.
+    # `fully_shard` creates new parameters, without the attributes that users have set on the old parameters.
     attributes = parameter_attributes(model)
-    # Inner modules first: the root then takes the parameters outside of all blocks.
+    # Shard the blocks first, so that the root module shards only the parameters outside of all blocks.
     for block in selected:
         fully_shard(block, reshard_after_forward=strategy.reshard_after_forward, **policies)
-    # By default (torch 2.13) the root stays gathered after its forward, since its backward comes next.
+    # By default (torch 2.13) the root stays gathered after its forward pass, since its backward comes next.
     fully_shard(model, **policies)
     restore_attributes(model, attributes)
-    for step in STEPS:  # so that these methods gather the weights outside of blocks, as `forward` does
-        if hasattr(model, step):  # a plain module under Fabric has none of them
+    for step in STEPS:  # these methods must gather the weights outside of blocks, as `forward` does
+        if hasattr(model, step):  # a plain module under Fabric has none of these methods
             register_fsdp_forward_method(model, step)
     return len(selected) + 1
 
@@ -90,18 +90,18 @@ def parameter_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def restore_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set these attributes on the current parameters: sharding or moving a model creates new ones."""
+    """Set saved attributes on the current parameters: sharding or moving a model creates new parameters."""
     for name, parameter in model.named_parameters():
         for key, value in attributes.get(name, {}).items():
             vars(parameter).setdefault(key, value)
 
 
 class DTensorState:
-    """Full tensors of a model whose parameters are DTensors; implements `full_state.ShardedState`.
+    """Reads and sets full tensors of a model with DTensor parameters; implements `full_state.ShardedState`.
 
     Args:
-        optimizer: Built on these parameters; None if nothing is trained.
-        gathers: False for checkpoint folders: tensors stay sharded, since each rank saves its own rows.
+        optimizer: Optimizer of these parameters; None if nothing is trained.
+        gathers: Whether to gather tensors; False for checkpoint folders, where each rank saves its own rows.
     """
 
     def __init__(self, optimizer: Optimizer | None = None, *, gathers: bool = True) -> None:
@@ -111,18 +111,18 @@ class DTensorState:
         self.groups = [group["params"] for group in self.options]
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor; all ranks must call it, since it is an all-gather."""
+        """Return the full tensor, by an all-gather; all ranks must call this method."""
         return full_tensor(tensor) if self._gathers else tensor
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
-        """Set a tensor, or this rank's shard of it, from its full value."""
+        """Set a tensor, or this rank's shard of a DTensor, from the full value."""
         if isinstance(tensor, DTensor):
             _load_shard(tensor, value)
         else:
             tensor.data.copy_(value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimizer's full state of a parameter; all ranks must call it."""
+        """Return the optimizer's full state of a parameter; all ranks must call this method."""
         state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
         return {
             key: self.full_tensor(value) if isinstance(value, Tensor) else value
@@ -130,15 +130,15 @@ class DTensorState:
         }
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Replace this rank's shard of the optimizer's state of a parameter."""
+        """Set this rank's shard of the optimizer's state of a parameter, from the full state."""
         if self._optimizer is None:
             return
         self._optimizer.state.pop(parameter, None)
         if not state:
-            return  # the state before the first step: the optimizer initializes it
+            return  # before the first step there is no state; the optimizer creates it later
         own = self._optimizer.state[parameter]
         for key, value in state.items():
-            # Tensors of the parameter's shape are sharded like it; a step count is the same on all ranks.
+            # Shard tensors of the parameter's shape like the parameter; a step count is equal on all ranks.
             is_like = isinstance(value, Tensor) and key not in COUNTS and value.shape == parameter.shape
             if is_like and isinstance(parameter, DTensor):
                 own[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
@@ -149,9 +149,9 @@ class DTensorState:
 
 @torch.no_grad()
 def _load_shard(tensor: DTensor, value: Tensor) -> None:
-    """Set this rank's shard from the full value. Every rank has that value, so none is sent."""
+    """Set this rank's shard from the full value, without communication: every rank has the full value."""
     own = local_rows(tensor)
-    if own is None:  # the tensor is sharded by something other than rows
+    if own is None:  # the tensor is not sharded by rows
         value = value.to(tensor.device)
         tensor.copy_(distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None))
     else:  # a lazy value reads only this rank's rows from the file
@@ -160,7 +160,7 @@ def _load_shard(tensor: DTensor, value: Tensor) -> None:
 
 
 def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module: nn.Module) -> None:
-    """Replace an optimizer's original parameters, and their state, by the sharded parameters."""
+    """Replace an optimizer's original parameters by the sharded parameters, and shard their state."""
     # Parameters are matched by name, since sharding replaced the objects that the optimizer holds.
     sharded = dict(module.named_parameters())
     for group in optimizer.param_groups:
@@ -173,14 +173,14 @@ def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module
 
 def sharded_state(self: Any, optimizer: Any = None) -> DTensorState:
     """Return an object that reads and sets full tensors of models and of an optimizer."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside LightningOptimizer
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # the optimizer inside a LightningOptimizer
     return DTensorState(optimizer, gathers=self.checkpoints == "full")
 
 
 def save_checkpoint(
     self: Any, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
 ) -> None:
-    """Write a file, or a folder with a file per rank; if one rank fails, all ranks raise its error."""
+    """Write one file, or a folder with a file per rank; if a rank fails, all ranks raise its error."""
     if self.checkpoints == "full":
         fabric_checkpoint.write_checkpoint(self, checkpoint, str(filepath), storage_options)
     else:
@@ -193,7 +193,7 @@ def load_checkpoint(
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
     """Return a checkpoint from a file or a folder; from a folder each rank reads only its own rows."""
-    # Regardless of the argument `checkpoints`: a run may resume from the other kind.
+    # Do not use the argument `checkpoints`: a run may resume from the other kind of checkpoint.
     if Path(checkpoint_path).expanduser().is_dir():
         ranks = Ranks(self.root_device)
         return folder_io(self).load_shards(checkpoint_path, ranks, weights_only=weights_only)
@@ -201,20 +201,20 @@ def load_checkpoint(
 
 
 def folder_io(strategy: Any) -> AtomicFiles:
-    """Return the run's CheckpointIO if it can write folders, else an AtomicFiles of the strategy."""
+    """Return the run's CheckpointIO if it can write folders; otherwise return the strategy's AtomicFiles."""
     io = strategy.checkpoint_io
     return io if isinstance(io, AtomicFiles) else vars(strategy).setdefault("_folder_io", AtomicFiles())
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Memory(Sharding):
-    """Memory of FSDP2, which shards every tensor by rows and gathers a block while it computes.
+    """Memory of FSDP2, which shards every tensor by rows and gathers a block while the block computes.
 
     Args:
-        compute_itemsize: Bytes per element of a gathered weight; None for those of the weight's dtype.
+        compute_itemsize: Bytes per element of a gathered weight; None for the itemsize of the weight's dtype.
         reduce_itemsize: Bytes per element of a reduced gradient; None for `compute_itemsize`.
-        on_host: Whether shards, gradients and state are in host memory.
-        reshard: Whether a block is freed after its forward pass (`reshard_after_forward`).
+        on_host: Whether shards, gradients and optimizer state are in host memory.
+        reshard: Whether a block's full weights are freed after its forward pass (`reshard_after_forward`).
         reduce_each: Whether gradients are reduced after every micro-batch.
     """
 
@@ -226,43 +226,43 @@ class FSDP2Memory(Sharding):
     reduce_each: bool = False
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Split tensors by rows; the first device gets at least as many as any other."""
-        # ceil(rows / devices) rows of numel / rows elements.
+        """Split tensors by rows; the first device gets at least as many rows as any other device."""
+        # ceil(rows / devices) rows, each with numel / rows elements.
         return [(w, -(-w.rows // devices) * (w.numel // max(w.rows, 1))) for w in model.weights]
 
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
-        """Implement `Sharding`."""
+        """Implement `Sharding.share`."""
         share = self.kept(model, devices)
-        # Full bytes of weights and of gradients by block; block -1 is everything outside of blocks.
+        # Bytes of full weights and full gradients, by block; block -1 holds the weights outside of blocks.
         block_weights, block_gradients = Counter[int](), Counter[int]()
         for weight in model.weights:
             size = weight.numel * (self.compute_itemsize or weight.itemsize)
             block_weights[weight.block] += size
             block_gradients[weight.block] += size if weight.trained else 0
         outside, outside_gradients = block_weights.pop(-1, 0), block_gradients.pop(-1, 0)
-        # Gathered at the same time: weights outside of blocks, one block, and the prefetched next one.
+        # Gathered at the same time: weights outside of blocks, one block, and the next block (prefetched).
         sizes = [size for _, size in sorted(block_weights.items())]
         largest_pair = max((size + next_size for size, next_size in pairwise(sizes)), default=sum(sizes))
-        # Without a reduce-scatter per micro-batch, full gradients accumulate until the last one.
+        # Without a reduce-scatter per micro-batch, full gradients accumulate until the last micro-batch.
         waits = accumulates and not self.reduce_each
         itemsize = self.reduce_itemsize or self.compute_itemsize
         full = sum(w.numel * (itemsize or w.itemsize) for w in model.trained) if waits else 0
         share = replace(
             share,
             gathered=outside + (largest_pair if self.reshard else sum(sizes)),
-            # Full gradients of one block, and of weights outside of blocks, exist before their
-            # reduce-scatter.
+            # The full gradients of one block and of the weights outside of blocks exist until they are
+            # reduce-scattered.
             buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:
-            # Full gradients are freed by the reduce-scatter that makes the shards: never both at once.
+            # A reduce-scatter frees full gradients and creates their shards, so the larger of both counts.
             return replace(share, gradients=max(full, share.gradients))
         # Buffers are neither sharded nor offloaded, so they stay on the device.
         host = share.weights - model.buffers_bytes + share.gradients + share.optimizer
         return replace(share, weights=model.buffers_bytes, gradients=full, optimizer=0, host=host)
 
     def assumptions(self) -> list[str]:
-        """Implement `Sharding`."""
+        """Implement `Sharding.assumptions`."""
         backward = "and again for its backward pass" if self.reshard else "and kept until its backward pass"
         return [
             f"a block is gathered for its forward pass {backward}; several devices prefetch the next one; "

@@ -1,9 +1,9 @@
-"""DeepSpeed's configuration, and checks that reject settings and models that DeepSpeed would silently change.
+"""Build DeepSpeed's configuration, and reject settings and models that DeepSpeed would silently change.
 
 deepspeed_zero.py calls these functions. Keys of `config` that the Trainer sets are rejected, because one of
-the two values would silently win. Unknown keys are rejected too, because DeepSpeed ignores them. Models,
-hooks and other techniques are rejected if DeepSpeed would train something else, or fail with an error that
-does not name the cause.
+the two values would be ignored silently. Unknown keys are rejected too, because DeepSpeed ignores unknown
+keys. Models, hooks and other techniques are rejected if DeepSpeed would train something else, or would fail
+with an error that does not name the cause.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OWNED = {
     "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
     "zero_optimization.offload_param.device": "strategy.offload_parameters",
 }
-"""DeepSpeed's keys that are set elsewhere, and where."""
+"""DeepSpeed's keys that users may not set, and for each key the setting that determines its value."""
 FREE = (
     *("zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "communication_data_type", "data_types"),
     *("seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
@@ -65,12 +65,12 @@ FREE = (
     *("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "compile"),
     *("disable_allgather", "disable_python_gc", "log_level", "timers", "monitor_config"),
 )
-"""DeepSpeed's keys that users may set, since a Trainer sets none of them."""
+"""DeepSpeed's keys that users may set, since a Trainer does not set these keys."""
 _NESTED = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 OVERLAP_STAGE = 2
 """The only stage that can overlap gradient reduction with the backward pass while Lightning accumulates."""
 DEFAULT_BUCKET = 500_000_000
-"""Elements that DeepSpeed allocates for a gradient bucket, regardless of the model's size."""
+"""Number of elements that DeepSpeed allocates for a gradient bucket, regardless of the model's size."""
 
 TO_32_TRUE = Remedy("precision=fp32", 'precision="32-true"')
 ALWAYS: tuple[Rule, ...] = (
@@ -121,7 +121,7 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
     """Check the keys of DeepSpeed's configuration.
 
     Raises:
-        ConfigError: A key is set elsewhere (the text names that setting), or is unknown.
+        ConfigError: A key is unknown, or another setting determines its value (the text names the setting).
 
     Example:
         >>> check({"gradient_clipping": 1.0})
@@ -137,7 +137,7 @@ def check(config: Mapping[str, Any], path: str = "") -> None:
                 allowed=f"no such key, since it is set by {OWNED[full]}",
                 remedies=[Remedy(f"~strategy.config.{full}", f"leave out {key}")],
             )
-        # Nested keys are DeepSpeed's own pydantic models, which reject unknown names themselves.
+        # DeepSpeed reads nested keys into pydantic models, which reject unknown names themselves.
         if not path and key not in FREE:
             raise ConfigError(
                 key=f"config.{key}",
@@ -177,9 +177,9 @@ def deepspeed_config(
 
 
 def fit_bucket(config: Any, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Limit the gradient bucket to the number of trained elements, unless its size was set.
+    """Limit the gradient bucket to the number of trained elements, unless the user has set its size.
 
-    DeepSpeed allocates the full bucket, 2 GB in float32 by default. The smaller bucket still holds all
+    DeepSpeed allocates the full bucket: 2 GB by default, in float32. A limited bucket still holds all
     gradients, so only the memory changes.
     """
     num_trained = sum(full_shape(parameter).numel() for group in groups for parameter in group["params"])
@@ -187,15 +187,15 @@ def fit_bucket(config: Any, groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def import_deepspeed(device: str | None = None) -> None:
-    """Import DeepSpeed without its logs on stdout, where `--json` prints, and prepare it for a device.
+    """Import and prepare DeepSpeed for a device; its logs go to stderr, since `--json` prints on stdout.
 
     Args:
-        device: Type of the Trainer's device; None if it is not known yet.
+        device: Type of the Trainer's device; None if the type is not known yet.
 
     Raises:
-        EnvironmentLacksError: It cannot be imported, or was imported for another type of device.
+        EnvironmentLacksError: DeepSpeed cannot be imported, or was imported for another type of device.
     """
-    # Without the variable, DeepSpeed warns that there is no GPU.
+    # Without DS_ACCELERATOR, DeepSpeed warns that there is no GPU.
     sets_variable = not torch.cuda.is_available() and "DS_ACCELERATOR" not in os.environ
     os.environ |= {"DS_ACCELERATOR": "cpu"} if sets_variable else {}
     try:
@@ -216,8 +216,8 @@ def import_deepspeed(device: str | None = None) -> None:
         text += f"\n  try: DS_ACCELERATOR={device} in the environment"
         raise EnvironmentLacksError(text)
     if device == "cpu":
-        # Otherwise DeepSpeed 0.19 compiles a shared-memory transport, which needs a compiler. If such a build
-        # is killed, later ones wait forever for its lock. gloo does the same work.
+        # DeepSpeed 0.19 would compile a shared-memory transport, which needs a compiler. If a build is
+        # killed, later builds wait forever for its lock. Without this transport, DeepSpeed uses gloo.
         names: dict[str, Any] = deepspeed.ops.__dict__
         names.setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
@@ -249,12 +249,12 @@ def check_run(trainer: pl.Trainer) -> None:
 
 
 def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *, is_trained: bool) -> None:
-    """Reject models that DeepSpeed would silently change, or on which it fails without naming the cause.
+    """Reject models that DeepSpeed would silently change, or for which its error would not name the cause.
 
     Args:
         module: The model.
         config: DeepSpeed's configuration.
-        precision: Lightning's name of the precision.
+        precision: Lightning's name for the precision, for example `bf16-mixed`.
         is_trained: Whether there is an optimizer.
 
     Raises:
@@ -270,7 +270,7 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
         problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
         stage_2 = Remedy("strategy.stage=2", "stage=2")
         raise conflict(ZERO, problem, stage_2, TO_FSDP2, "do not compile it")
-    # Batch norm needs weights and running statistics of one dtype; DeepSpeed casts only the weights.
+    # Batch norm needs weights and running statistics of the same dtype, but DeepSpeed casts only the weights.
     norms = (name for name, submodule in module.named_modules() if isinstance(submodule, batch_norm_class()))
     found = "" if precision == "32-true" else next(norms, "")
     if found and "buffer_dtype" not in config.get("data_types", {}):

@@ -1,16 +1,16 @@
-"""Checks and adapters for the optimizer, the parameters and the precision under DeepSpeed's engine.
+"""Checks and wrappers for the optimizer, the parameters and the precision under DeepSpeed's engine.
 
-deepspeed_zero.py uses them when the engine starts and around each step.
+deepspeed_zero.py uses these checks and wrappers when the engine starts and around each step.
 
-Optimizer: ZeRO flattens parameters into one vector and gives each rank a slice. SGD and Adam give the same
-result on a slice. An optimizer that uses a full matrix (its norm, rows, singular vectors, blocks of quantized
-state) would silently compute something else, so it is rejected.
+Optimizer: ZeRO flattens parameters into one vector and gives each rank a slice. SGD and Adam compute the same
+update on a slice as on a full tensor. Optimizers that use a full matrix (norm, rows, singular vectors, blocks
+of quantized state) are rejected, because they would silently compute another update on a slice.
 
-Parameters: when DeepSpeed starts, it copies the parameters that require gradients to float32 and trains the
-copies. If a weight is clamped or loaded during the run, the next step overwrites it. A weight that is
-unfrozen is never stepped; one that is frozen still moves by its momentum. On a single device these changes
-would take effect, so `ParameterGuard` rejects them. Weights that stay frozen may change (a teacher's
-average), except in stage 3.
+Parameters: at its start, DeepSpeed makes float32 copies of all parameters that require gradients, and trains
+the copies. If a weight is clamped or loaded during the run, the next step overwrites the change. A weight
+that is unfrozen during the run is never trained. A weight that is frozen during the run still moves by its
+momentum. On a single device, changes to parameters take effect; under ZeRO, `ParameterGuard` rejects such
+changes. Weights that stay frozen may change during the run (a teacher's moving average), except in stage 3.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ELEMENTWISE = {
     "deepspeed": ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"],
     "pytorch_optimizer": ["Lion"],
 }
-"""Optimizers that update each element independently, by package. Subclasses are not included."""
+"""Optimizers that update each element independently, by package, without their subclasses."""
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -54,7 +54,7 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
     """Call `configure_optimizers`; return its optimizer, and its schedule or None.
 
     Raises:
-        ConflictError: It returned none or several, or the optimizer is not known to be elementwise.
+        ConflictError: The module has no optimizer or several, or its optimizer is not known as elementwise.
     """
     returned, schedules = _init_optimizers_and_lr_schedulers(module)
     optimizers = [optimizer for optimizer in returned if not isinstance(optimizer, _MockOptimizer)]
@@ -71,14 +71,14 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Reject an optimizer whose steps on slices of flat vectors may differ.
+    """Reject an optimizer whose steps on slices of flat vectors may differ from steps on full tensors.
 
     Raises:
         ConflictError: The optimizer is not known to be elementwise.
     """
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
-    # The package counts too: another library's class of the same name may compute something else.
+    # Compare the package too, since another library's class of the same name may compute another update.
     if kind.__name__ not in ELEMENTWISE.get(package, ()) and not getattr(optimizer, "elementwise", False):
         problem = f"{kind.__name__} is not known to be elementwise, but ZeRO flattens and cuts tensors"
         own = f"{kind.__name__}.elementwise = True, if it updates each element by itself"
@@ -86,7 +86,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 class EngineOptimizer(Optimizer):
-    """The optimizer that a Fabric loop gets: it exposes DeepSpeed's groups, and discards gradients."""
+    """The optimizer of a Fabric loop, with DeepSpeed's groups; `zero_grad` discards DeepSpeed's gradients."""
 
     def __init__(  # pyright: ignore[reportMissingSuperCall] - the tensors are DeepSpeed's
         self, zero: Any, discard_gradients: Callable[[], None]
@@ -104,11 +104,11 @@ class EngineOptimizer(Optimizer):
 
 
 class ReductionControl:
-    """Implements `fabric.no_backward_sync` without effect: DeepSpeed's stage decides when to reduce."""
+    """Implements `fabric.no_backward_sync` without effect: the stage decides when gradients are reduced."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
         """Return a context that changes nothing."""
-        # Stage 1 reduces gradients in the step; stages 2 and 3 reduce in each backward pass.
+        # Stage 1 reduces gradients in the optimizer step; stages 2 and 3 reduce them in each backward pass.
         del module, enabled
         return nullcontext()
 
@@ -118,7 +118,7 @@ class ParameterGuard:
 
     Args:
         module: The model, sharded by DeepSpeed.
-        calls_hooks: Whether Lightning calls the module's hooks, as the Trainer does.
+        calls_hooks: Whether the hooks of a LightningModule are called: True under a Trainer, False in Fabric.
 
     Warns:
         ConflictWarning: The module overrides a hook that reads gradients, which DeepSpeed does not keep in
@@ -126,7 +126,7 @@ class ParameterGuard:
     """
 
     def __init__(self, module: nn.Module, *, calls_hooks: bool = True) -> None:
-        # In a Fabric loop nothing calls these hooks, even if the model is a LightningModule.
+        # Fabric does not call these hooks, even if the model is a LightningModule.
         watched = [module] if calls_hooks and isinstance(module, pl.LightningModule) else []
         hook = next((name for name in HOOKS for each in watched if is_overridden(name, each)), None)
         if hook is not None:
@@ -139,7 +139,7 @@ class ParameterGuard:
         self.begin()
 
     def begin(self) -> None:
-        """Start to watch for changes; call it again after each step, which may change parameters itself."""
+        """Record the current version of each parameter; must be called again after each optimizer step."""
         # torch 2.13 counts in-place changes of a tensor in `_version`, except changes through its `.data`.
         self._versions = [
             (name, p, p._version)  # noqa: SLF001
@@ -148,14 +148,14 @@ class ParameterGuard:
         ]
 
     def check(self) -> None:
-        """Reject changes that DeepSpeed would ignore.
+        """Reject changes to parameters that DeepSpeed would ignore.
 
         Raises:
             ConflictError: A parameter was frozen, unfrozen or changed.
         """
         for name, parameter, is_trained in self._parameters:
-            # DeepSpeed fixes its flat vectors at the start: frozen parameters would still be trained, and
-            # unfrozen ones never.
+            # DeepSpeed builds its flat vectors once: a newly frozen parameter would still be trained, and a
+            # newly unfrozen parameter would never be trained.
             if parameter.requires_grad is not is_trained:
                 change = "frozen" if is_trained else "unfrozen"
                 problem = f"{name} was {change} during the run, but DeepSpeed trains its initial parameters"
@@ -169,11 +169,11 @@ class ParameterGuard:
 
 @contextmanager
 def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Generator[None]:
-    """Add a trainable number to each group that has no trainable parameter.
+    """Add a trainable parameter with one element to each group that has no trainable parameter.
 
-    Stages 1 and 2 cannot partition such groups. Adapters leave them behind, for example groups of norms and
-    biases. The numbers are also registered in the module while DeepSpeed starts, because it looks up the
-    names of all parameters in a group.
+    Stages 1 and 2 cannot partition a group without trainable parameters. PEFT adapters lead to such groups,
+    for example a group of frozen norms and biases. The added parameters are also registered in the module
+    while DeepSpeed starts, because DeepSpeed looks up the names of all parameters in a group.
 
     Args:
         module: The model.
@@ -181,7 +181,7 @@ def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Gen
     """
     empty = [group for group in groups if not any(p.requires_grad for p in group["params"])]
     for index, group in enumerate(empty):
-        # No forward pass uses it, so it stays 0.
+        # No forward pass uses the added parameter, so it stays 0.
         filler = nn.Parameter(torch.zeros(1))
         group["params"] = [*group["params"], filler]
         module.register_parameter(f"filler_{index}", filler)
@@ -195,8 +195,8 @@ def without_empty_groups(module: nn.Module, groups: list[dict[str, Any]]) -> Gen
 class CastsLikeOneDevice:
     """Mixin for DeepSpeed's precision plugins: cast only the tensors that a single device would cast.
 
-    Lightning 2.6 calls `module.to(dtype)`, even under 32-true. float64 buffers would lose digits, and complex
-    buffers (rotary embeddings) would lose their imaginary part.
+    Lightning 2.6 calls `module.to(dtype)`, even under 32-true. This call would round float64 buffers, and
+    drop the imaginary part of complex buffers (rotary embeddings).
     """
 
     precision: Any
@@ -209,8 +209,8 @@ class CastsLikeOneDevice:
 
 
 class ZeroPrecision(CastsLikeOneDevice, DeepSpeedPrecision):
-    """The Trainer's plugin."""
+    """DeepSpeed's precision plugin for the Trainer."""
 
 
 class FabricZeroPrecision(CastsLikeOneDevice, fabric.DeepSpeedPrecision):
-    """Fabric's plugin."""
+    """DeepSpeed's precision plugin for Fabric."""

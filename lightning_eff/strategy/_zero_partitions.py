@@ -1,24 +1,24 @@
-"""DeepSpeed's partitions of a model: read and write full tensors, and count their bytes.
+"""Read and write full tensors from DeepSpeed's partitions of a model, and count the bytes of partitions.
 
 In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 a group's parameters are
-concatenated. Each rank has one contiguous slice of the result, which may start or end inside a parameter. In
-stage 3 each rank has an equal slice of each parameter, with padding on the last rank. Optimizer state with
-one value per element has the same layout, in separate vectors. Weights are read from the float32 vectors,
-since the model may hold a 16-bit copy.
+concatenated. Each rank has a contiguous slice of the concatenated vector, which may start or end inside a
+parameter. In stage 3 each rank has a slice of each parameter. All slices have the same length, and the last
+rank's slice is padded. Optimizer state with one value per element has the same layout, in separate vectors.
+Weights are read from the float32 vectors, since the model may hold a 16-bit copy.
 
-Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they can set neither a stage-3 slice of
-a tensor that does not divide evenly, nor any state before the first step. Only this module uses these
-attributes (DeepSpeed 0.19.8).
+Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they cannot set a stage-3 slice of a
+tensor that does not divide evenly, and they cannot set state before the first step. Only this module uses the
+attributes of DeepSpeed's partitions (0.19.8).
 
-`ZeroMemory` counts bytes per device. It deviates from the ZeRO papers and follows DeepSpeed's source
+`ZeroMemory` counts bytes per device. The counts deviate from the ZeRO papers, and follow DeepSpeed's source
 (0.19.8: runtime/zero/stage_1_and_2.py, stage3.py and partitioned_param_coordinator.py):
 
-- The optimizer keeps float32 weights in addition to the model's, even if those are float32.
+- The optimizer keeps a float32 copy of the weights, even if the model's weights are float32.
 - Stage 3 does not shard tensors of at most 100,000 elements.
-- It frees a weight after its forward only if more than 1e9 elements are used before its backward, so smaller
-  models are complete on each device.
-- Stage 3 gathers weights ahead into a buffer, which lives until the last of them has been copied out.
-- Buckets have 5e8 elements, regardless of the model's size; stage 2 with overlap has two of them.
+- Stage 3 frees a weight after its forward pass only if more than 1e9 elements are used before its backward
+  pass. The full weights of a model with fewer elements therefore stay on each device.
+- Stage 3 prefetches weights into a buffer, which is freed when the last weight has been copied out.
+- Buckets have 5e8 elements, regardless of the model's size; stage 2 with overlap has two buckets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_eff.report.sharding import DeviceShare, Sharding
 from lightning_eff.strategy._zero_config import DEFAULT_BUCKET, OVERLAP_STAGE
 
 FLOAT32 = 4
-"""Bytes per element."""
+"""Bytes per float32 element."""
 _NOT_COUNTED = (
     *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"),
     *("zenflow", "super_offload", "round_robin_gradients", "stage3_model_persistence_threshold"),
@@ -48,10 +48,10 @@ _NOT_COUNTED = (
 
 
 class PartitionedState:
-    """Full tensors of an engine's model; implements `full_state.ShardedState`.
+    """Reads and sets full tensors of a DeepSpeed engine's model; implements `full_state.ShardedState`.
 
     Args:
-        engine: DeepSpeed's; it has no optimizer in evaluation. None if nothing is sharded.
+        engine: DeepSpeed's engine, which has no optimizer in evaluation; None if nothing is sharded.
         groups: Parameters of each group, before DeepSpeed replaced them by flat vectors.
     """
 
@@ -66,15 +66,15 @@ class PartitionedState:
         self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor, from the float32 vectors if it is trained; all ranks must call it."""
+        """Return a full tensor, read from float32 vectors if trained; all ranks must call this method."""
         if not self._is_trained(tensor):
             return full_tensor(tensor)
         return self._unflatten(tensor, self._partition(tensor))
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
-        """Set a tensor and, if it is trained, its slice of the float32 vectors; all ranks must call it."""
+        """Set a tensor and, if trained, its slice of the float32 vectors; all ranks must call this method."""
         if hasattr(tensor, "ds_id"):
-            with unsharded(tensor, modifier_rank=0):  # all ranks: rank 0's change is broadcast at the end
+            with unsharded(tensor, modifier_rank=0):  # a collective: broadcasts rank 0's change at the end
                 if dist.get_rank() == 0:
                     tensor.data.copy_(value)
         else:
@@ -83,7 +83,7 @@ class PartitionedState:
             self._flatten_into(tensor, self._partition(tensor), value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimizer's full state of a parameter; all ranks must call it."""
+        """Return the optimizer's full state of a parameter; all ranks must call this method."""
         zero: Any = self._zero
         state: dict[str, Any] = {}
         if not self._is_trained(parameter):
@@ -92,7 +92,7 @@ class PartitionedState:
         for key, value in zero.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape and key not in COUNTS:
                 state[key] = self._unflatten(parameter, value)
-            else:  # a step count of the whole vector; copied, so that loaded parameters do not share it
+            else:  # a step count of the full vector; copied, so that parameters do not share one tensor
                 state[key] = value.clone() if isinstance(value, Tensor) else value
         return state
 
@@ -106,7 +106,7 @@ class PartitionedState:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape and key not in COUNTS:
                 if key not in own:
-                    # The vector holds many parameters; loading each of them fills its own slice.
+                    # The vector holds many parameters; loading a parameter fills this parameter's slice.
                     own[key] = torch.zeros_like(flat, dtype=value.dtype)
                 self._flatten_into(parameter, own[key], value)
             else:
@@ -118,7 +118,7 @@ class PartitionedState:
         return hasattr(tensor, "ds_id") and self._zero.get_param_id(tensor) in self._zero.grad_position
 
     def _partition(self, parameter: Tensor) -> Tensor:
-        """Return this rank's float32 vector that contains its slice of the parameter."""
+        """Return the float32 vector that contains this rank's slice of the parameter."""
         zero: Any = self._zero
         if not self._is_stage_3:
             return zero.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
@@ -127,7 +127,7 @@ class PartitionedState:
         return zero.fp32_partitioned_groups_flat[group]
 
     def _unflatten(self, parameter: Any, flat: Tensor) -> Tensor:
-        """Return a full tensor from the ranks' vectors; all ranks must call it."""
+        """Return a full tensor from the ranks' vectors; all ranks must call this method."""
         zero: Any = self._zero
         if self._is_stage_3:
             _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
@@ -142,18 +142,18 @@ class PartitionedState:
             target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
             own = flat.narrow(0, source.start, source.numel)
             full.narrow(0, target.start, target.numel).copy_(own)
-        dist.all_reduce(full)  # all ranks; slices are disjoint, so the sum is their union
+        dist.all_reduce(full)  # a collective; slices are disjoint, so the sum is their union
         return full.view(parameter.shape)
 
     def _flatten_into(self, parameter: Any, flat: Tensor, value: Tensor) -> None:
-        """Copy this rank's slice of a full value into its vector; every rank has the value."""
+        """Copy this rank's slice of a full value into a flat vector; every rank has the full value."""
         zero: Any = self._zero
         value = value.reshape(-1)
         if self._is_stage_3:
             _, offset, length = zero.grad_position[zero.get_param_id(parameter)]
             # Slices have the same length on all ranks: ceil(numel / ranks), padded at the end.
             start = dist.get_rank() * length
-            own = value[start : start + length]  # shorter, or empty, on the last ranks
+            own = value[start : start + length]  # on the last ranks, this slice is shorter or empty
             flat.narrow(0, offset, len(own)).data.copy_(own)
             return
         mapping = parameter._hp_mapping  # noqa: SLF001
@@ -170,17 +170,17 @@ class ZeroMemory(Sharding):
     Args:
         compute_itemsize: Bytes per element of the model after DeepSpeed's cast.
         reduce_itemsize: Bytes per element of a gradient while it is reduced.
-        accumulate_itemsize: Bytes per element of a gradient after it was reduced.
+        accumulate_itemsize: Bytes per element of a gradient after its reduction.
         optimizer_on_host: Whether optimizer state and float32 weights are on the host.
-        weights_on_host: Whether the shards of the weights are on the host; stage 3.
+        weights_on_host: Whether the shards of the weights are on the host (stage 3).
         bucket: Elements per gradient bucket; None for all trained elements, up to `DEFAULT_BUCKET`.
-        num_buckets: Number of buckets.
-        all_reduce: Whether stages 1 and 2 all-reduce instead of reduce-scatter.
-        persistent: Largest number of elements of a tensor that is not sharded; stage 3.
-        reuse: A weight stays gathered if it is needed again within this many elements; stage 3.
-        prefetch: Number of elements gathered ahead; stage 3.
-        step_elements: Number of elements stepped at a time; stage 3.
-        not_counted: Options in use whose effect on these numbers is unknown.
+        num_buckets: Number of gradient buckets.
+        all_reduce: Whether stages 1 and 2 all-reduce gradients instead of reduce-scattering them.
+        persistent: Number of elements up to which a tensor is not sharded (stage 3).
+        reuse: A weight stays gathered if it is needed again within this many elements (stage 3).
+        prefetch: Number of elements that are gathered ahead of their use (stage 3).
+        step_elements: Number of elements that the optimizer updates at a time (stage 3).
+        not_counted: Names of options in use whose effect on memory is not counted.
     """
 
     compute_itemsize: int = FLOAT32
@@ -201,11 +201,11 @@ class ZeroMemory(Sharding):
 
     @classmethod
     def of(cls, config: Mapping[str, Any], precision: str) -> ZeroMemory:
-        """Return the memory estimate of a configuration, with DeepSpeed's defaults.
+        """Return the memory estimate of a configuration, with DeepSpeed's defaults for missing keys.
 
         Args:
-            config: From `_zero_config.deepspeed_config`.
-            precision: Lightning's name of the precision.
+            config: DeepSpeed's configuration, from `_zero_config.deepspeed_config`.
+            precision: Lightning's name for the precision, for example `bf16-mixed`.
         """
         from deepspeed.runtime.config import DtypeEnum
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -214,7 +214,7 @@ class ZeroMemory(Sharding):
         zero: Any = DeepSpeedZeroConfig(**options)
         itemsize = 4 if precision.startswith("32") else 2
         dtypes = config.get("communication_data_type"), config.get("data_types", {}).get("grad_accum_dtype")
-        # Both dtypes follow the precision unless they were set.
+        # The dtypes of communication and of accumulation follow the precision unless they are set.
         itemsizes = [DtypeEnum(dtype).value.itemsize if dtype else itemsize for dtype in dtypes]
         offloads = zero.offload_optimizer, zero.offload_param
         on_host = [bool(offload and offload.device != "none") for offload in offloads]
@@ -239,14 +239,15 @@ class ZeroMemory(Sharding):
         )
 
     def bucket_for(self, num_trained: int) -> int:
-        """Return the number of elements of a bucket for `num_trained` trained elements."""
+        """Return the size of a bucket in elements, for `num_trained` trained elements."""
         return min(DEFAULT_BUCKET, num_trained) if self.bucket is None else self.bucket
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Return each weight with the elements of its shard; stages 1 and 2 split one vector of all."""
+        """Return each weight with the number of elements in its shard."""
+        # Stages 1 and 2 split one vector of all weights.
         if self.stage < 3:
             return super().shards(model, devices)
-        # ceil(numel / devices): stage 3 pads each tensor to a multiple of the ranks.
+        # ceil(numel / devices): stage 3 pads each tensor to a multiple of the number of ranks.
         return [(weight, -(-weight.numel // devices)) for weight in model.weights]
 
     def share(self, model: ModelWeights, devices: int, *, accumulates: bool = False) -> DeviceShare:
@@ -259,21 +260,22 @@ class ZeroMemory(Sharding):
             gradient_itemsize=self.accumulate_itemsize,
             copy_itemsize=FLOAT32,
         )
-        # Trained elements of the full model, and of the first device's shard.
+        # Numbers of trained elements: in the full model, and in the first device's shard.
         total = sum(weight.numel for weight in model.trained)
         local = sum(shard for weight, shard in self.shards(model, devices) if weight.trained)
         if self.stage == 3:
             return self._stage_3(model, share, devices, total, local)
         bucket = self.bucket_for(total)
         buckets = self.num_buckets * bucket * (self.accumulate_itemsize if self.stage == 1 else size)
-        # In addition, the gradient that is being copied into a bucket: at most the largest.
+        # Add the gradient that is being copied into a bucket: at most the largest gradient.
         buckets += (largest := max((weight.numel for weight in model.trained), default=0) * size)
-        # A full bucket gets one more flattened copy.
+        # To reduce a full bucket, DeepSpeed flattens its gradients into one more copy.
         flat = min(bucket, total) * self.reduce_itemsize if self.stage == 2 and self.all_reduce else 0
-        # If one bucket holds all gradients, it is reduced after the backward pass, otherwise during it.
+        # If one bucket holds all gradients, it is reduced after the backward pass. Otherwise, buckets are
+        # reduced during the backward pass.
         has_one = bucket >= total
         if not self.optimizer_on_host:
-            # The step makes a float32 copy of the shard's gradients, and a cast copy of its weights.
+            # The step makes a float32 copy of the shard's gradients, and a cast copy of the shard's weights.
             step = local * (FLOAT32 + (size if size != FLOAT32 else 0))
             late = flat + (0 if accumulates else share.gradients) if has_one else 0
             return replace(share, buffers=max(buckets + flat, step), late=late)
@@ -291,7 +293,7 @@ class ZeroMemory(Sharding):
     ) -> DeviceShare:
         size = self.compute_itemsize
         step = min(local, self.step_elements) * FLOAT32
-        # `weights` has no buffers here, which are never sharded; they are added at the end.
+        # Buffers are never sharded, so subtract the buffers' bytes here, and add them at the end.
         weights, host = share.weights - model.buffers_bytes, 0.0
         if self.weights_on_host:
             weights, host = 0.0, weights
@@ -300,14 +302,16 @@ class ZeroMemory(Sharding):
             share, step = replace(share, gradients=0, optimizer=0), 0
         unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         sharded = [weight.numel for weight in model.weights if weight.numel > self.persistent]
-        # The last `reuse / 2` elements stay gathered from forward to backward: the elements after them are
-        # used twice in between. The weight in use and prefetched weights come on top, also in the buffer.
+        # The last `reuse / 2` elements stay gathered between forward and backward pass, because the elements
+        # after them are used twice in between. The weight in use and the prefetched weights are added;
+        # prefetched weights also occupy the buffer.
         at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
         gathered = size * (min(sum(sharded), at_once) + min(sum(sharded), self.prefetch))
         bucket = self.bucket_for(total)
-        scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)  # input and output
-        # Gathered weights are freed before gradients are scattered, and before the step: only the excess
-        # counts.
+        # A reduce-scatter needs memory for its input, and for an output of 1 / devices of the input's size.
+        scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)
+        # Gathered weights are freed before a reduce-scatter and before the step. Memory of these phases
+        # therefore counts only as far as it exceeds the gathered weights.
         excess = max(0, step - gathered, scattered - gathered)
         return replace(
             share,

@@ -1,23 +1,25 @@
 """ZeRO by DeepSpeed: each rank keeps a shard of the optimizer state, of the gradients, and of the weights.
 
-Data parallelism keeps everything on every device. ZeRO shards the optimizer state (stage 1), also the
-gradients (stage 2), and also the weights (stage 3, which gathers a layer's weights when the layer runs).
-Shards can be offloaded to the host. DeepSpeed implements ZeRO; this strategy adapts it to Lightning, on CUDA
-and, with gloo, on CPU.
+Plain data parallelism keeps optimizer state, gradients and weights on every device. ZeRO shards the optimizer
+state in stages 1 to 3, the gradients in stages 2 and 3, and the weights in stage 3. Stage 3 gathers a layer's
+weights when the layer runs. Shards can be offloaded to the host. DeepSpeed implements ZeRO; this strategy
+adapts DeepSpeed to Lightning, on CUDA and, with gloo, on CPUs.
 
-Accumulation is exact: windows of unequal weights, partial windows at the end of an epoch, clipping by the
-norm of the full gradient. DeepSpeed's own accumulation is off, because it would divide by the window's length
-a second time. Checkpoints have the layout of a single device (checkpoint/full_state.py): any other strategy
-loads them, and the run's checkpoint_io writes them. Each rank has slices of flat vectors, so the optimizer
-must update each element independently; a custom class declares this with `elementwise = True`.
+Accumulation is exact, also with unequal weights and with partial windows at the end of an epoch. Gradients
+are clipped by the norm of the full gradient. DeepSpeed's own accumulation is off, because it would divide
+gradients by the window's length a second time. Checkpoints have the layout of a single device
+(checkpoint/full_state.py): any other strategy loads them, and the run's checkpoint_io writes them. Each rank
+has slices of flat vectors, so the optimizer must update each element independently. A custom optimizer class
+declares this property with `elementwise = True`.
 
-Saves: optimizer state (stage 1), gradients (2) and weights (3), divided by the number of devices or
-    offloaded.
+Saves: optimizer state (stages 1 to 3), gradients (stages 2, 3) and weights (stage 3), divided by the number
+    of devices or offloaded.
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), plus copies of offloaded
-    tensors. Stages 2 and 3 reduce gradients in every micro-batch. The optimizer keeps float32 weights in
-    addition to the model's. A parameter without a gradient on any rank gets a gradient of 0, so weight decay
-    and momentum still move it. Ranks must run the same modules; they compare them with 16 bytes per step.
-When not: the model fits one device: `strategy=ddp` communicates least.
+    tensors. Stages 2 and 3 reduce gradients after every micro-batch. The optimizer keeps a float32 copy of
+    the weights. A parameter that has no gradient on any of the ranks gets a gradient of 0, so weight decay
+    and momentum still change it. All ranks must run the same modules; the check of this costs 16 bytes of
+    communication per step.
+When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
     Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
     empty, float64 or complex parameters. Weight averaging in 16 bits, or under stage 3.
@@ -110,7 +112,7 @@ class ZeroMixin(_LIGHTNINGS):
         self.offload_parameters = offload_parameters
         self.given_config = config
         self._groups: list[list[torch.Tensor]] = []
-        # `_start_of_engine` sets these two.
+        # `_start_of_engine` sets `_guard` and `_divergence`.
         self._guard: Any = None
         self._divergence: Any = None
 
@@ -123,7 +125,7 @@ class ZeroMixin(_LIGHTNINGS):
     def facts(self) -> Facts:
         """Return rules against techniques that ZeRO breaks or would silently change."""
         excludes = zero_config.ALWAYS
-        # Averaging needs full weights in the dtype that is trained.
+        # Weight averaging needs full weights, in the dtype in which weights are trained.
         plugin = getattr(self, "precision_plugin", None)
         if self.stage == 3 or str(getattr(plugin, "precision", "")) != "32-true":
             excludes += (zero_config.AVERAGES,)
@@ -132,10 +134,10 @@ class ZeroMixin(_LIGHTNINGS):
         return Facts(excludes=excludes)
 
     def _by_deepspeed(self, plugin: Any, kind: type[Any]) -> Any:
-        """Replace a precision plugin by DeepSpeed's for the same precision; others would have no effect."""
+        """Replace a precision plugin, which DeepSpeed ignores, by DeepSpeed's plugin for this precision."""
         if plugin is None or isinstance(plugin, kind):
             return plugin
-        # Only AutoPrecision has `auto`; DeepSpeed gets the precision that AutoPrecision would choose.
+        # AutoPrecision has the precision `auto`; DeepSpeed gets the precision that AutoPrecision chooses.
         requested = plugin.precision
         try:
             return kind(auto_precision(self.root_device.type)[0] if requested == "auto" else requested)
@@ -146,7 +148,7 @@ class ZeroMixin(_LIGHTNINGS):
 
     @contextmanager
     def _start_of_engine(self, module: nn.Module, optimizer: Optimizer) -> Generator[None]:
-        """Prepare a model and its optimizer for DeepSpeed's engine; start the checks after it has started."""
+        """Prepare a model and its optimizer for DeepSpeed's engine; on exit, start the checks of the run."""
         groups = optimizer.param_groups
         # Checkpoints have the layout of these groups, which DeepSpeed will replace by flat vectors.
         self._groups = [list(group["params"]) for group in groups]
@@ -160,10 +162,11 @@ class ZeroMixin(_LIGHTNINGS):
 
     @contextmanager
     def _checked_step(self) -> Generator[None]:
-        """Check around a step that no parameter was changed, and that all ranks run the same modules."""
+        """Check that parameters have not changed since the last step, and that ranks run the same modules."""
         self._guard.check()
         if self.stage == 3:
-            # Before the next forward pass gathers weights, where ranks that differ would wait forever.
+            # Read the comparison before the next forward pass gathers weights. Ranks that run different
+            # modules would wait forever in that pass.
             self._divergence.read()
         try:
             yield
@@ -173,7 +176,7 @@ class ZeroMixin(_LIGHTNINGS):
         self._divergence.compare()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of the next step by `factor`, before they are clipped."""
+        """Multiply the gradients of the next step by `factor`, before gradient clipping."""
         zero: Any = self.model.optimizer
         # DeepSpeed divides gradients by external_loss_scale: loss_scale / factor leaves factor * gradient.
         zero.external_loss_scale = zero.loss_scale / factor if factor else float("inf")
@@ -192,13 +195,13 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 
     Args:
         stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
-        offload_optimizer: `cpu` to keep the optimizer state on the host and step there; or None.
-        offload_parameters: `cpu` to keep weights on the host until they are needed; stage 3 only.
-        config: More keys of DeepSpeed's configuration; keys that the Trainer sets are rejected.
+        offload_optimizer: `cpu` keeps the optimizer state on the host, where the optimizer then steps.
+        offload_parameters: `cpu` keeps weights on the host until a layer needs them; allowed in stage 3.
+        config: Additional keys of DeepSpeed's configuration; keys that the Trainer sets are rejected.
 
     Raises:
         ConfigError: A value or a key of `config` is not allowed.
-        ConflictError: The run uses something that ZeRO would silently change.
+        ConflictError: The run uses a feature that ZeRO would silently change.
         EnvironmentLacksError: DeepSpeed is not installed, or was imported for another type of device.
 
     Example:
@@ -213,17 +216,16 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     whole_checkpoints = True
     """Checkpoints have the layout of a single device in every stage."""
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
-    # Lightning 2.6 would shard weights as `configure_model` creates them, before pretrained ones are loaded
-    # there.
+    # Lightning 2.6 would shard weights inside `configure_model`, before pretrained weights are loaded.
     model_sharded_context = nullcontext  # pyright: ignore[reportAssignmentType]
-    # Stage 1 reduces once per step, stages 2 and 3 in each backward: DeepSpeed needs no no_sync.
+    # DeepSpeed needs no `no_sync`: the stage determines whether a backward pass reduces gradients.
     block_backward_sync = nullcontext  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
-    # Lightning's loop accumulates and divides; DeepSpeed would divide again.
+    # Lightning's loop accumulates and divides gradients; DeepSpeed would divide them a second time.
     handles_gradient_accumulation: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @DeepSpeedStrategy.precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        """Use DeepSpeed's plugin of this precision."""
+        """Use DeepSpeed's plugin for this precision."""
         self._precision_plugin = self._by_deepspeed(precision_plugin, ZeroPrecision)
 
     @override
@@ -231,7 +233,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
         module: Any = self.lightning_module
         rules.enforce(self, module.trainer, module)
         zero_config.import_deepspeed(self.root_device.type)
-        DDPStrategy.setup_environment(self)  # Lightning 2.6's DeepSpeedStrategy allows CUDA only
+        DDPStrategy.setup_environment(self)  # Lightning 2.6's DeepSpeedStrategy requires CUDA
 
     @override
     def setup_distributed(self) -> None:
@@ -245,7 +247,8 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         zero_config.check_run(trainer)
-        broadcast_from_rank0(trainer.lightning_module.buffers(), self.root_device)  # DeepSpeed: parameters
+        # DeepSpeed broadcasts parameters, but no buffers.
+        broadcast_from_rank0(trainer.lightning_module.buffers(), self.root_device)
         super().setup(trainer)
 
     @override
@@ -265,7 +268,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         with self._start_of_engine(model, optimizer):
             engine, zero = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        # core/optimization and core/checkpoint_stamp.py read these; `zero` itself has only flat vectors.
+        # core/optimization and core/checkpoint_stamp.py read these attributes; `zero` has only flat vectors.
         zero.whole_groups = [{"params": group} for group in self._groups]
         zero.kind_behind, zero.defaults = type(zero.optimizer), zero.optimizer.defaults
         return engine, zero
@@ -292,7 +295,7 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
     load_model_state_dict = full_state.load_model_state_dict
     optimizer_state = full_state.optimizer_state
     load_optimizer_state_dict = full_state.load_optimizer_state_dict
-    # These use the run's CheckpointIO; DeepSpeedStrategy's own methods write and read folders of pickles.
+    # These methods use the run's CheckpointIO; DeepSpeedStrategy's methods write and read pickle folders.
     save_checkpoint = Strategy.save_checkpoint
     load_checkpoint = Strategy.load_checkpoint
 
@@ -319,13 +322,14 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     """Shard a model's training state among ranks; `Fabric(strategy=ZeroFabric(stage=2), devices=2)`.
 
-    The arguments are DeepSpeedZero's; in `config`, keys that Fabric or the loop sets are rejected. Call
-    `fabric.setup(model, optimizer)` for one model and its optimizer. Checkpoints have the layout of a single
-    device and are written atomically, even without `plugins=[Durable()]`. `fabric.clip_gradients` returns
-    None: DeepSpeed computes the norm and clips in the next step.
+    The arguments are the same as DeepSpeedZero's. Keys of `config` that Fabric or the loop sets are rejected.
+    `fabric.setup(model, optimizer)` accepts one model with one optimizer. Checkpoints have the layout of a
+    single device and are written atomically, even without `plugins=[Durable()]`. `fabric.clip_gradients`
+    returns None: DeepSpeed computes the norm and clips in the next step.
 
-    Lightning's own DeepSpeedStrategy rejects CPUs and `fabric.clip_gradients`, saves folders that only
-    DeepSpeed loads, steps a schedule twice, and keeps gradients that `optimizer.zero_grad()` should discard.
+    Lightning's own DeepSpeedStrategy rejects CPUs and `fabric.clip_gradients`, and saves folders that only
+    DeepSpeed can load. Lightning's strategy also steps a schedule twice, and keeps gradients that
+    `optimizer.zero_grad()` should discard.
 
     Raises:
         CheckpointError: Rank 0 cannot write (the previous checkpoint is unchanged), or a file is damaged.
@@ -342,14 +346,14 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     """
 
     in_fabric = True
-    _rejects_nonfinite = False  # whether the next step fails if its norm is not finite
+    _rejects_nonfinite = False  # whether the next step fails if the gradient norm is not finite
     _has_gradients = False  # whether a backward pass has run since the last step
 
     checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @FabricDeepSpeed.precision.setter
     def precision(self, precision: FabricPrecision | None) -> None:
-        """Use DeepSpeed's plugin of this precision."""
+        """Use DeepSpeed's plugin for this precision."""
         self._precision = self._by_deepspeed(precision, FabricZeroPrecision)
 
     @override
@@ -358,7 +362,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         run = {"run/one_device": "one device"} if self.num_nodes * self.num_processes == 1 else {}
         rules.raise_rejected(rules.check_rules([self], run))
         zero_config.import_deepspeed(self.root_device.type)
-        FabricDDP.setup_environment(self)  # Lightning 2.6's own strategy allows CUDA only
+        FabricDDP.setup_environment(self)  # Lightning 2.6's own strategy requires CUDA
 
     @override
     def _setup_distributed(self) -> None:
@@ -373,11 +377,11 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
 
     @override
     def module_sharded_context(self) -> AbstractContextManager[None]:
-        return nullcontext()  # Lightning 2.6 would shard weights before pretrained ones are loaded
+        return nullcontext()  # Lightning 2.6 would shard weights before pretrained weights are loaded
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
-        """Set up a model that is not trained: stage 3 shards it; other stages have nothing to shard."""
+        """Set up a model that is not trained; stages 1 and 2 do not shard such a model."""
         self._check_module(module, is_trained=False)
         broadcast_from_rank0([*module.parameters(), *module.buffers()], self.root_device)
         return super().setup_module(module) if self.stage == 3 else module
@@ -398,7 +402,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
             problem = f"{type(own).__name__} has a state, which DeepSpeed would not take over"
             raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
-        # Without the schedule: DeepSpeed would step it in addition to the loop.
+        # Do not pass the schedule: DeepSpeed would step the schedule in addition to the loop.
         with self._start_of_engine(module, own):
             engine, _, _ = super().setup_module_and_optimizers(module, [own], None)
         return engine, [EngineOptimizer(engine.optimizer, self.discard_gradients)], scheduler
@@ -413,8 +417,8 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     def discard_gradients(self) -> None:
         """Discard the gradients that DeepSpeed's optimizer (0.19) keeps for its next step.
 
-        DeepSpeed's `zero_grad` leaves gradients that were already reduced. In stages 2 and 3, the next
-        backward pass would add to them.
+        DeepSpeed's `zero_grad` keeps gradients that were already reduced. In stages 2 and 3, the next
+        backward pass would add to the kept gradients.
         """
         zero: Any = self.model.optimizer
         zero.zero_grad()
@@ -437,16 +441,16 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         if not self._has_gradients:
             raise conflict(ZERO, "optimizer.step has no gradients since the last step", order)
         engine: Any = self.model
-        # Both flags apply to one step, even if it fails.
+        # Both flags apply to one step, even if the step fails.
         rejects, self._rejects_nonfinite, self._has_gradients = self._rejects_nonfinite, False, False
         with self._checked_step():
             try:
-                # Lightning 2.6 passes the engine only if it looks like an optimizer; DeepSpeed 0.19's does
-                # not.
+                # Pass the engine here: Lightning 2.6 would pass an engine that has the methods of an
+                # optimizer, but DeepSpeed 0.19's engine does not have them.
                 result = super().optimizer_step(engine, **keywords)
             finally:
                 engine.optimizer.clip_grad = 0.0  # `clip_gradients_norm` applies to one step
-        # With float16 this is no error: the scaler has skipped the step and will lower its scale.
+        # With float16, a norm that is not finite is no error: the scaler skips the step and lowers its scale.
         if rejects and not self.precision.precision.startswith("16"):
             norm = float(engine.optimizer._global_grad_norm)  # noqa: SLF001 - private to DeepSpeed 0.19
             if not math.isfinite(norm):
@@ -462,7 +466,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Any:
-        """Clip the gradients in the next step; with `error_if_nonfinite` it also checks their norm."""
+        """Clip the gradients in the next step, which also checks their norm if `error_if_nonfinite`."""
         if float(norm_type) != 2.0:
             allowed = "2: DeepSpeed computes no other norm of the full gradient"
             raise ConfigError(key="norm_type", value=norm_type, allowed=allowed, remedies=["FSDP2Fabric()"])

@@ -1,32 +1,35 @@
 """FSDP2: each rank keeps a shard of each weight, gradient and optimizer state, and gathers a block at a time.
 
-FSDP2 is PyTorch's equivalent of ZeRO's stage 3. `fully_shard` shards the parameters of each repeated block
-(the layers of a transformer). It gathers them for the block's forward and backward pass, and reduce-scatters
-their gradients. The strategy finds the blocks of any LightningModule; no `configure_model` is needed.
-Sharding is the last change of the model, after adapters, tiling, checkpointing and compiling
+FSDP2 is PyTorch's equivalent of ZeRO's stage 3. `fully_shard` shards the parameters of each repeated block,
+for example of each transformer layer. FSDP2 gathers a block's parameters for its forward and backward pass,
+and reduce-scatters their gradients. The strategy finds the blocks of any LightningModule; no
+`configure_model` is needed. The model is sharded last, after adapters, tiling, checkpointing and compiling
 (core/model_surgery.py).
 
-Within a window of micro-batches, each rank keeps full gradients and reduces them once. Lightning's own
-strategy reduces after every micro-batch, which needs less memory; `sync_every_micro_batch` does the same.
+During accumulation, each rank keeps full gradients, and reduces them once per step. Lightning's own strategy
+reduces gradients after every micro-batch, which needs less memory. `sync_every_micro_batch` also reduces
+gradients after every micro-batch.
 
-Checkpoints have the layout of a single device (checkpoint/full_state.py). A checkpoint is one file or, for
-models that no host could hold, a folder to which each rank writes its own rows (checkpoint/sharded.py). Both
-are verified, and any strategy loads them.
+Checkpoints have the layout of a single device (checkpoint/full_state.py). A checkpoint is one file by
+default. For a model that no host could hold, a checkpoint can be a folder, to which each rank writes its own
+rows (checkpoint/sharded.py). Both kinds are verified, and any strategy loads both kinds.
 
-With `cpu_offload` one device is enough: it holds only the weights of the block that is computing, and host
-memory holds the rest. LoRA can then train on a frozen base that is larger than the device. Results are the
-same as without the strategy. strategy/__init__.py lists the files to read before changing this one.
+With `cpu_offload` one device is enough. The device then holds only the weights of the block that is
+computing, and host memory holds all other weights. LoRA can then train on a frozen base that is larger than
+the device's memory. Results are the same as without the strategy. strategy/__init__.py lists the files to
+read before a change to this module.
 
 Saves: optimizer state, gradients and weights, divided by the number of devices or offloaded.
-Costs: 1.5 times the communication of DDP; a block's full weights at a time; full gradients while they are
-    accumulated, unless every micro-batch is reduced. Offloaded weights are copied to the device twice per
-    batch; one device waits for each copy (torch 2.13), several prefetch. A checkpoint in one file gathers one
-    tensor after another, and every rank reads the whole file; a folder avoids both. Ranks must run the same
-    modules; they compare them with 16 bytes per step (_shared/collectives.py).
-When not: the model fits one device: `strategy=ddp` communicates least.
+Costs: 1.5 times the communication of DDP; memory for the full weights of one block; memory for the full
+    gradients during accumulation, unless gradients are reduced after every micro-batch. Offloaded weights are
+    copied to the device twice per batch. A single device waits for each copy (torch 2.13); several devices
+    prefetch. For a checkpoint in one file, all ranks gather one tensor after another to save, and read the
+    full file to load; with a folder, each rank writes and reads its own rows. All ranks must run the same
+    modules; the check of this costs 16 bytes of communication per step (_shared/collectives.py).
+When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters. A step that uses a block's
-    weight outside the block's forward pass: torch raises "got mixed torch.Tensor and DTensor".
+    weight outside the block's forward pass; torch then raises "got mixed torch.Tensor and DTensor".
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -85,18 +88,21 @@ class FSDP2(ModelParallelStrategy):
     """Shard a model with `fully_shard`; `Trainer(strategy=FSDP2(), devices=2)`.
 
     Args:
-        blocks: Modules to gather at a time: class names or patterns of module names; None finds the blocks.
-        param_dtype: Dtype to gather weights and compute in: bf16, fp16, fp32; None for the weights' own.
-        reduce_dtype: Dtype to reduce gradients in; None for the gathered weights' dtype.
-        cpu_offload: Keep shards, gradients and optimizer state on the host, and step there.
-        reshard_after_forward: Free a block's full weights after its forward; False keeps them until its
-            backward, for less communication.
-        sync_every_micro_batch: Reduce gradients in each backward of a window, not once at its end.
-        checkpoints: `full`, one file, or `sharded`, a folder with a file per rank; any strategy loads both.
+        blocks: Class names or name patterns of the modules that are gathered one at a time; None finds the
+            repeated blocks.
+        param_dtype: Dtype in which weights are gathered and used: bf16, fp16 or fp32; None for the weights'
+            own dtype.
+        reduce_dtype: Dtype in which gradients are reduced; None for the dtype of gathered weights.
+        cpu_offload: Whether to keep shards, gradients and optimizer state on the host, and to step on the
+            host.
+        reshard_after_forward: Whether to free a block's full weights after its forward pass. With False, full
+            weights are kept until the backward pass, which needs less communication.
+        sync_every_micro_batch: Whether to reduce gradients after every micro-batch instead of once per step.
+        checkpoints: `full` for one file, `sharded` for a folder with a file per rank.
 
     Raises:
-        CheckpointError: A rank cannot write a folder (the previous one is unchanged), or one of its files is
-            damaged or missing.
+        CheckpointError: A rank cannot write a folder (the previous checkpoint is unchanged), or a file in a
+            folder is damaged or missing.
         ConfigError: A value is not allowed, or `blocks` matches nothing.
         ConflictError: There is only one device, and nothing is offloaded.
 
@@ -110,7 +116,7 @@ class FSDP2(ModelParallelStrategy):
 
     __repr__ = rules.plugin_repr
     whole_checkpoints = True
-    """Checkpoints have the layout of a single device, so techniques may read them in their hooks."""
+    """Checkpoints have the layout of a single device, so techniques may read checkpoints in their hooks."""
     lightning_restore_optimizer: bool = True  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @check_arguments
@@ -145,8 +151,8 @@ class FSDP2(ModelParallelStrategy):
         rules.enforce(self, module.trainer, module)
         self._data_parallel_size = self.num_nodes * self.num_processes  # read by Lightning 2.6's setup
         if self._data_parallel_size == 1:
-            # Lightning would seed the ranks again, and use a sampler that always shuffles. A single rank
-            # keeps its random state and its loader's order, so that offloading does not change the run.
+            # Lightning would seed the ranks again, and use a sampler that always shuffles. With one rank,
+            # keep the random state and the loader's order, so that offloading does not change the run.
             with isolate_rng(include_cuda=False):
                 super().setup_environment()
             module.trainer._accelerator_connector.use_distributed_sampler = False  # noqa: SLF001
@@ -166,7 +172,7 @@ class FSDP2(ModelParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         module: Any = self.lightning_module
-        # After `_shard`, Lightning moved the model to its device. This created new parameters again.
+        # After `_shard`, Lightning has moved the model to its device, which created new parameters again.
         restore_attributes(module, self._attributes)
         super().setup_optimizers(trainer)
         checks.check_hooks(module)
@@ -177,7 +183,7 @@ class FSDP2(ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
-        result = super().optimizer_step(optimizer, *arguments, **keywords)  # runs the last micro-batch too
+        result = super().optimizer_step(optimizer, *arguments, **keywords)  # also runs the last micro-batch
         if self._divergence is not None:
             self._divergence.compare()
         return result
@@ -197,13 +203,13 @@ class FSDP2(ModelParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
+        if not self.cpu_offload:  # with offloading, FSDP2 moves a block to the device to gather its weights
             super().model_to_device()
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
-        """Return a context without gradient reduction, unless `sync_every_micro_batch`."""
+        """Return a context without gradient reduction, unless `sync_every_micro_batch` is set."""
         module: Any = self.lightning_module
         # Without reduction, each rank keeps the window's full gradients: less communication, more memory.
         module.set_requires_gradient_sync(self.sync_every_micro_batch)
@@ -224,7 +230,7 @@ class FSDP2(ModelParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            # TorchCheckpointIO would remove a folder with everything in it.
+            # TorchCheckpointIO would remove any folder with all its contents.
             is_folder = is_sharded_checkpoint(Path(filepath).expanduser())
             (_fsdp2.folder_io(self) if is_folder else self.checkpoint_io).remove_checkpoint(filepath)
 
@@ -262,7 +268,7 @@ _LATER = "model = fabric.setup_module(model), then build the optimizer and fabri
 
 
 class ReductionControl:
-    """Implements `fabric.no_backward_sync`; Lightning's own leaves reduction off after `enabled=False`."""
+    """Implements `fabric.no_backward_sync`; Lightning's class leaves reduction off after `enabled=False`."""
 
     is_in_window = False
     """Whether gradients may be waiting for a later backward pass, which reduces them."""
@@ -281,19 +287,20 @@ class ReductionControl:
 class FSDP2Fabric(FabricStrategy):
     """Shard a model with `fully_shard`; `Fabric(strategy=FSDP2Fabric(), devices=2)`.
 
-    The arguments are FSDP2's, except for `sync_every_micro_batch`: a loop uses `fabric.no_backward_sync`.
-    `fabric.setup(model, optimizer)` gives the optimizer the sharded parameters. Checkpoints have the layout
-    of a single device. They are written atomically, even without `plugins=[Durable()]`.
+    The arguments are the same as FSDP2's, without `sync_every_micro_batch`: a loop calls
+    `fabric.no_backward_sync` instead. `fabric.setup(model, optimizer)` gives the optimizer the sharded
+    parameters. Checkpoints have the layout of a single device, and are written atomically even without
+    `plugins=[Durable()]`.
 
-    Lightning's own ModelParallelStrategy leaves sharding to a user's function. It resumes an optimizer only
-    if it was built afterwards, overwrites the previous checkpoint, and leaves reduction off after a
-    `no_backward_sync(enabled=False)`.
+    Lightning's own ModelParallelStrategy needs a sharding function from the user. Lightning's strategy cannot
+    restore an optimizer that was built before sharding, overwrites the previous checkpoint, and leaves
+    reduction off after `no_backward_sync(enabled=False)`.
 
     Raises:
         CheckpointError: A rank cannot write (the previous checkpoint is unchanged), or a file is damaged.
         ConfigError: A value is not allowed, or `blocks` matches nothing.
-        ConflictError: There is only one device, and nothing is offloaded; or the model or the optimizer
-            cannot be sharded.
+        ConflictError: The model or the optimizer cannot be sharded, or there is only one device and nothing
+            is offloaded.
 
     Example:
         >>> FSDP2Fabric(checkpoints="both")
@@ -325,7 +332,7 @@ class FSDP2Fabric(FabricStrategy):
         self._backward_sync_control: Any = self._reduction
         self._divergence: list[RankDivergenceCheck] = []
 
-    # Lightning's own properties raise an error, since its strategy writes checkpoints itself.
+    # Lightning's own property raises an error, since Lightning's strategy writes without a plugin.
     checkpoint_io = fabric_checkpoint.checkpoint_io  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override
@@ -344,7 +351,7 @@ class FSDP2Fabric(FabricStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         attributes = parameter_attributes(module)
         super().setup_module(module)
-        if not self.cpu_offload:  # else FSDP2 moves a block to the device when it gathers it
+        if not self.cpu_offload:  # with offloading, FSDP2 moves a block to the device to gather its weights
             module.to(self.root_device)
         restore_attributes(module, attributes)
         self._divergence.append(RankDivergenceCheck(checks.FSDP2, module, gathers=True))
@@ -356,7 +363,7 @@ class FSDP2Fabric(FabricStrategy):
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         for optimizer in optimizers:
-            # A wrapper's parameters can be replaced, but the optimizer inside it would keep the old ones.
+            # A wrapper's parameters can be replaced, but its inner optimizer would keep the old parameters.
             inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
             if inner or isinstance(optimizer, WrapperOptimizer):
                 problem = f"{type(optimizer).__name__} passes parameters on, which sharding then replaces"
@@ -386,8 +393,8 @@ class FSDP2Fabric(FabricStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **keywords: Any) -> Any:
         groups: list[dict[str, Any]] = optimizer.param_groups
-        # In a window without reduction, FSDP2 (torch 2.13) keeps full gradients elsewhere: `.grad` is still
-        # None, and a step would change nothing.
+        # While reduction is off, FSDP2 (torch 2.13) does not store full gradients in `.grad`. A step would
+        # then change nothing.
         has_gradients = any(tensor.grad is not None for group in groups for tensor in group["params"])
         if self._reduction.is_in_window and not has_gradients and keywords.get("closure") is None:
             problem = "optimizer.step has no gradients: the window of no_backward_sync is not complete"
@@ -401,7 +408,7 @@ class FSDP2Fabric(FabricStrategy):
 
     @override
     def clip_gradients_norm(self, *arguments: Any, **keywords: Any) -> Tensor:
-        # torch returns the norm as a DTensor, whose local value is only this rank's part.
+        # torch returns the norm as a DTensor, whose local value covers only this rank's shards.
         return shards.full_tensor(super().clip_gradients_norm(*arguments, **keywords))
 
     sharded_state = _fsdp2.sharded_state

@@ -1,7 +1,7 @@
-"""Reject models and optimizers that cannot be sharded, before anything is built; the error names the tensor.
+"""Reject models and optimizers that cannot be sharded, before the sharding starts; errors name the tensor.
 
-Both strategies call these checks. Without them, the libraries would fail with unclear errors, or silently
-train something else.
+Both sharding strategies call these checks. Without the checks, PyTorch or DeepSpeed would fail with unclear
+errors, or silently train something else.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lightning_eff.core.shards import full_shape
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
 WRAPPED = "_orig_mod"
-"""Attribute of torch._dynamo.eval_frame.OptimizedModule (torch 2.13), torch.compile's wrapper."""
+"""Attribute of torch.compile's wrapper, torch._dynamo.eval_frame.OptimizedModule (torch 2.13)."""
 _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
-"""Dtypes whose digits or imaginary part DeepSpeed's float32 partitions would lose."""
+"""Dtypes that would lose digits or an imaginary part in DeepSpeed's float32 partitions."""
 
 
 def conflict(strategy: str, problem: str, *remedies: str | Remedy) -> ConflictError:
-    """Return a strategy's error, with a line per remedy."""
+    """Return a strategy's error, with one line per remedy."""
     return ConflictError("\n".join([f"{strategy}: {problem}", *(f"  try: {remedy}" for remedy in remedies)]))
 
 
 def check_parameters(strategy: str, model: nn.Module) -> None:
-    """Reject parameters without elements or dimensions, and dtypes that ZeRO would convert to float32."""
+    """Reject parameters without elements or dimensions and, under ZeRO, dtypes that float32 cannot hold."""
     for name, parameter in model.named_parameters():
         shape = tuple(full_shape(parameter))
         if 0 in shape:
@@ -63,8 +63,8 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def check_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Reject weights tied across blocks: `fully_shard` gathers each block, and the rest, separately."""
-    # Blocks by position; `len(blocks)` stands for everything outside of blocks.
+    """Reject weights tied across blocks, because `fully_shard` gathers each block separately."""
+    # Index of each module's block; `len(blocks)` stands for modules outside of blocks.
     group_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     first_use: dict[int, tuple[int, str]] = {}
     for prefix, module in model.named_modules():
@@ -82,7 +82,7 @@ def check_optimizer(
     model: nn.Module,
     remedy: str = "take parameters in configure_optimizers: self.parameters(), self.layer.weight",
 ) -> None:
-    """Reject an optimizer that holds the parameters from before sharding: it would train no shard."""
+    """Reject an optimizer that holds unsharded parameters, because the shards would not be trained."""
     known = {id(parameter) for parameter in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

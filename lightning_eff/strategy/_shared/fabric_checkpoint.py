@@ -1,9 +1,9 @@
-"""`fabric.save` and `fabric.load` of a sharded model, in the layout of a single device.
+"""Save and load a sharded model with `fabric.save` and `fabric.load`, in the layout of a single device.
 
 These functions are methods of FSDP2Fabric and ZeroFabric. Modules and optimizers in the state are saved with
-full tensors (checkpoint/full_state.py), even inside lists and dictionaries. If the state has the Trainer's
-names, `{"state_dict": model, "optimizer_states": [optimizer]}`, the loop can load the Trainer's checkpoints,
-and the Trainer can load the loop's.
+full tensors (checkpoint/full_state.py), even inside lists and dictionaries. The Trainer and a Fabric loop can
+load each other's checkpoints if the loop's state has the Trainer's names: `{"state_dict": model,
+"optimizer_states": [optimizer]}`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_eff.checkpoint.sharded import Ranks
 from lightning_eff.core.errors import CheckpointError
 
 Keep = Callable[[str, Any], bool]
-"""Returns whether to save an entry of a state, given its name and value."""
+"""Function that returns whether to save an entry of a state, given the entry's name and value."""
 
 
 def _checkpoint_io(self: Any) -> CheckpointIO:
@@ -34,7 +34,7 @@ def _set_checkpoint_io(self: Any, io: CheckpointIO) -> None:
 
 
 checkpoint_io = property(_checkpoint_io, _set_checkpoint_io)
-"""Fabric's plugin, or an `AtomicFiles` if there is none."""
+"""Fabric's CheckpointIO plugin; without such a plugin, an `AtomicFiles`."""
 
 
 def save_checkpoint(
@@ -44,7 +44,7 @@ def save_checkpoint(
     storage_options: Any | None = None,
     filter: Mapping[str, Keep] | None = None,
 ) -> None:
-    """Save a state, or raise on all ranks and leave the previous checkpoint unchanged.
+    """Save a state; if a rank fails, raise on all ranks and leave the previous checkpoint unchanged.
 
     Raises:
         CheckpointError: A rank cannot write.
@@ -61,7 +61,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(self: Any, content: dict[str, Any], path: str, storage_options: Any | None) -> None:
-    """Write a checkpoint of full tensors on rank 0; if it fails, all ranks raise its error."""
+    """Write a checkpoint of full tensors on rank 0; if rank 0 fails, all ranks raise its error."""
     with Ranks(self.root_device).all_or_none():
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
@@ -74,12 +74,12 @@ def load_checkpoint(
     strict: bool = True,  # noqa: FBT001, FBT002 - Lightning's signature
     weights_only: bool | None = None,  # noqa: FBT001
 ) -> dict[str, Any]:
-    """Load the entries of `state` into its modules and optimizers, and return the rest.
+    """Load a checkpoint into the modules and optimizers of `state`, and return the remaining entries.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, lacks an entry of `state`, or does not fit.
+        CheckpointError: The checkpoint is damaged, lacks an entry of `state`, or does not match `state`.
     """
-    # Paths may differ between ranks, for example with a time in them: all ranks read rank 0's.
+    # Paths may differ between ranks, for example in a timestamp, so all ranks read rank 0's path.
     path = self.broadcast(str(path))
     checkpoint = self.read_checkpoint(path, weights_only=weights_only)
     if isinstance(state, nn.Module | Optimizer):
@@ -96,12 +96,13 @@ def load_checkpoint(
         if key not in missing:
             state[key] = _load(self, value, checkpoint.pop(key), strict=strict)
             if type(value) in (list, dict) and _is_live(value):
-                del state[key]  # Fabric 2.6 would replace the caller's list by this one, without its wrappers
+                # Fabric 2.6 would replace the caller's list by this list, which has no wrapped objects.
+                del state[key]
     return checkpoint
 
 
 def read_checkpoint(self: Any, path: str, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint on all ranks; if one rank fails, all raise its error."""
+    """Read a checkpoint on all ranks; if one rank fails, all ranks raise its error."""
     with Ranks(self.root_device).all_or_none():
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 
@@ -114,7 +115,7 @@ def _is_live(value: Any) -> bool:
 
 
 def _plain(self: Any, value: Any) -> Any:
-    """Return the state of a value, with full tensors; all ranks must call it."""
+    """Return the state of a value, with full tensors; all ranks must call this function."""
     if isinstance(value, nn.Module):
         return self.get_module_state_dict(value)
     if isinstance(value, Optimizer):
@@ -127,7 +128,7 @@ def _plain(self: Any, value: Any) -> Any:
 
 
 def _load(self: Any, value: Any, saved: Any, *, strict: bool) -> Any:
-    """Load a saved value into the object it was saved from, and return that object."""
+    """Load a saved value into a module, optimizer or container, and return the loaded object."""
     if not _is_live(value):
         return saved
     if isinstance(value, nn.Module):
