@@ -1,4 +1,4 @@
-"""Copy a recipe's file, to edit it; `train FILE` runs the copy, at first with the same composed config."""
+"""Copy a recipe's file for editing; `train FILE` runs the copy, at first with the same composed config."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _target(word: str, source: Path) -> Path:
-    """Return the file to write, with a name that `train` accepts."""
+    """Return the file to write; reject a name that `train` would not accept."""
     check_path("FILE", word)
     target = Path(word) / source.name if Path(word).is_dir() else Path(word)
     if target.suffix != SUFFIX or "=" in word or word.startswith("~"):  # `train` would read an override

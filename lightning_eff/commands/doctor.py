@@ -1,4 +1,4 @@
-"""Check this machine: versions, GPU, compiler, disk; print one command per problem that fixes it."""
+"""Check versions, GPU, compiler and disk of this machine; print a command that fixes each problem."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckResult:
     status: str = "ok"
     """`ok`, `note` (a limitation) or `problem` (something does not work)."""
     fix: str = ""
-    """A command that fixes it; empty if nothing is wrong."""
+    """A command that fixes the problem; empty if there is no problem."""
 
 
 def main(options: argparse.Namespace) -> int:

@@ -171,8 +171,8 @@ def _no_kernel(*_: Any) -> Any:
     raise NotImplementedError
 
 
-# Autocast lists of ATen/autocast_mode.h, torch 2.13. An operator that CUDA's lists contain and the CPU's lists
-# do not contain computes in float32, unless one of these tables names it.
+# Autocast lists of ATen/autocast_mode.h, torch 2.13. An operator that is in CUDA's lists but not in the CPU's
+# lists computes in float32, unless one of these tables names it.
 LOWER = {
     *("_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot"),
     *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),

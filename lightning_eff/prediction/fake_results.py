@@ -3,8 +3,8 @@
 fake_values.py calls `FakeResults` for every operation. A step repeats a few operations very often, since all
 blocks of a model run the same operations. For each combination of operand sizes, strides and dtypes, the
 result of torch's `FakeTensorMode` is stored as a recipe. For each output, the recipe names the operand to
-return, the storage to view, or the sizes of a new tensor. Why not torch's own cache: its keys support symbolic
-shapes, and computing such a key takes most of an operation's time.
+return, the storage to view, or the sizes of a new tensor. Why not torch's own cache: its keys support
+symbolic shapes, and computing such a key takes most of an operation's time.
 
 A result is not stored if it depends on values, or if it shares a storage other than as a view of one operand.
 Results of operations that change an operand's sizes are not stored either.

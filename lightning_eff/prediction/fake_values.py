@@ -3,8 +3,8 @@
 `Fakes` enters the mode `FakeValues`. The values of constants and of the batch's small integer tensors are
 known, and operations propagate known values. If a value is unknown, the training is assumed to go well: `all`
 and `isfinite` are true, `any` and `isnan` false, and a loss scaler finds no infinity. Other unknown bools are
-True, other integers are 1, and other floats are 0.01, which is neither zero nor a large fraction. Each assumed
-value is recorded with the line of user code that reads the value. Reads by this package are not recorded.
+True, other integers are 1, and other floats are 0.01, which is neither zero nor a large fraction. Each
+assumed value is recorded with the line of user code that reads it. Reads by this package are not recorded.
 
 The mode also corrects dtypes. For its backward pass, a norm saves statistics (mean and reciprocal deviation)
 in the dtype of its weight. On fakes, torch 2.13 saves the statistics in the input's dtype, which takes half
