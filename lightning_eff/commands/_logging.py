@@ -14,7 +14,7 @@ from lightning_eff.launch.job import RUN_DIR, Launch
 
 
 class _Formatter(logging.Formatter):
-    """Escapes control characters, so that a file's name cannot change the terminal."""
+    """Escapes control characters, so that a file's name cannot control the terminal."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:

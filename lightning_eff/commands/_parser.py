@@ -304,7 +304,7 @@ def build() -> tuple[Parser, dict[str, Parser]]:
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
     """Return the long options of a verb's parser."""
-    about = parser.format_help().removesuffix(parser.epilog or "")  # examples name options of other commands
+    about = parser.format_help().removesuffix(parser.epilog or "")  # its examples name other options
     return re.findall(r"--[a-z][\w-]*", about)
 
 

@@ -64,7 +64,7 @@ class SavedRun:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
         method = getattr(trainer, "predict" if self.verb == "generate" else self.verb)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # INFO repeats the file
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # INFO logs the file twice
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")  # nothing is resumed
             warnings.simplefilter("ignore", NoEffectWarning)  # training techniques
@@ -104,7 +104,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
 def _on_one_device(
     values: dict[str, Any], overrides: Sequence[str], launch: Launch
 ) -> tuple[dict[str, Any], list[str]]:
-    """Change the config to one device, unless the user has chosen devices; return it with notes."""
+    """Change the config to one device, unless the user has chosen devices; return config and notes."""
     ranks = num_ranks(values["trainer"])
     if launch.by or any(word.lstrip("+").startswith(CHOOSES_DEVICES) for word in overrides):
         return values, []

@@ -1,4 +1,4 @@
-"""Measure a recipe without techniques, with each technique alone, unchanged, and with the helpful ones."""
+"""Measure a recipe unchanged, without techniques, with each technique, and with all helpful techniques."""
 
 from __future__ import annotations
 

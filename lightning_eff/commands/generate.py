@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _read_prompt(options: argparse.Namespace) -> str:
-    """Return the prompt of the option, or of stdin without the final line break.
+    """Return the prompt from `--prompt`, or from stdin without the final line break.
 
     Raises:
         UsageError: There is no prompt.
@@ -69,7 +69,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     one_batch = saved.values["trainer"] | {"limit_predict_batches": 1}
     trainer, data, model, found = saved.build(callbacks=callbacks, monitors={}, trainer=one_batch)
     if hasattr(model, "generate") and not hasattr(data, "tokenizer"):
-        data.prepare_data()  # some data train their tokenizer; it is cached
+        data.prepare_data()  # may train a tokenizer, which is then cached
         data.setup("predict")
     check_language_model(model, data, user="generate")
     ids = _chat_prompt(data, prompt, options.system) if options.chat else encode_prompt(data, prompt)

@@ -116,7 +116,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: RecipePath) -> ClusterJob:
-    """Return the job to start; the cluster's number of devices replaces the recipe's."""
+    """Return the job to start; the cluster's number of devices replaces the number in the recipe."""
     words = list(options.overrides)
     for key, asked in (("devices", options.gpus), ("num_nodes", options.nodes)):
         found = trainer.get(key, "auto")

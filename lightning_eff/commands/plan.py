@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_eff.planner.printing import Plan
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
-"""Group of each technique that a recipe sets through a group of another name."""
+"""Recipe group that sets a technique, if the group has another name than the technique's folder."""
 VERDICTS = ("on", "fine", "adjusted", "warned", "REJECTED")
 """Verdicts on a technique, in increasing severity."""
 

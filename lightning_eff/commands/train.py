@@ -165,8 +165,8 @@ class Job:
             from lightning_eff.launch import ray_driver
 
             ray = run.make("launch", values["launch"])
-            # Ray decides the number of workers. Device counts of the recipe are ignored; typed counts are
-            # checked.
+            # Ray decides the number of workers. Device counts of the recipe are ignored, and counts that the
+            # user typed are checked.
             typed = {str(item.key_or_group) for item in parse_overrides(overrides)}
             recipes_own = [key for key in ("devices", "num_nodes") if f"trainer.{key}" not in typed]
             ray.check({**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")})

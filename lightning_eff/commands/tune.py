@@ -130,7 +130,7 @@ def _changes(options: argparse.Namespace, recipe: AdvisedRecipe, base: Change) -
     try:
         facts = set(run_facts(build_trainer(dict(values)), model_without_memory(values)))
     except Exception:  # noqa: BLE001 - a user's class may raise anything
-        facts = {"run/batch_norm"}  # assume batch norm: the number of samples computed at once matters
+        facts = {"run/batch_norm"}  # assume batch norm, which depends on the micro-batch size
     peak = recipe.forecast(base).peak
     facts |= {f"peak/{holder.operation}" for holder in peak.holders} if peak is not None else set()
     typed: set[str] = set()

@@ -1,4 +1,4 @@
-"""Judge measured rows against the baseline: ratios, losses, which rows are excluded, and the verdict.
+"""Judge measured rows against the baseline: ratios, differences of losses, exclusions and the verdict.
 
 Even two measurements of the same training differ. This noise is the larger of two estimates. The first is how
 far the speed ratio of a row without effect is from 1. The second is twice the median spread between rounds,

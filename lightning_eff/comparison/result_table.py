@@ -1,4 +1,4 @@
-"""Summarize each trial's rounds as a row with its fastest round, and render rows as a table or a page.
+"""Summarize the rounds of each trial in one row, and render the rows as a table or a page.
 
 Other load on the machine can only slow a trial down, so the fastest round is closest to the technique's cost.
 The table also shows how much slower the slowest round was.
@@ -46,11 +46,11 @@ class ComparisonRow:
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
         losses: Pairs of a step and its loss.
         loss: Mean loss over the last quarter of the steps.
-        loss_difference: Mean difference to the baseline's loss, over the last quarter of their common steps.
+        loss_difference: Mean difference to the baseline's loss, in the last quarter of the common steps.
         first_batch_s: Seconds of the longest batch before timing started, compilation included.
         num_rounds: Number of rounds in which the trial was measured.
         techniques: Techniques of the run by name; True if a technique promises the loss of the plain run.
-        idle: Callbacks and strategies that have no effect here but may have one in the baseline.
+        idle: Callbacks and strategies without effect; names that are also idle in the baseline are removed.
         precision: Precision of the Trainer.
         draws_random_numbers: Whether training draws random numbers.
         excluded: Why the row is excluded from the verdict: `no effect`, `changes the loss` or `diverges`.
@@ -106,7 +106,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         first_batch_s=max(figures("first_batch_s"), default=None),
         num_rounds=len(measured),
         techniques={entry["technique"]: entry.get("exact", False) for entry in ledger},
-        # Other groups are left out: checkpoint_io/durable has no effect, because trials save no checkpoints.
+        # Other groups are left out: checkpoint_io/durable has no effect, since a trial saves no checkpoint.
         idle=[
             entry["technique"]
             for entry in ledger

@@ -43,8 +43,8 @@ class TrialRounds:
         folder: Folder in which the trials run.
         limit_s: Seconds after which a trial is killed.
         until: Time of the monotonic clock after which no trial starts.
-        kept: Folder in which each result is stored as soon as it is known. A round of a trial whose result is
-            stored there is not run again. With None, no result is stored.
+        kept: Folder in which each result is stored as soon as it is known. A trial is not run again for a
+            round whose result this folder contains. With None, no result is stored.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Run one trial in its own process with a time limit; every outcome becomes a result.
 
 rounds.py calls `run`. A trial that hangs is killed with all processes that it started. The result of a failed
-trial has the reason. The end of a process frees its memory, so every trial starts from the same state.
+trial contains the cause. The end of a process frees its memory, so every trial starts from the same state.
 Without a GPU, processes are forked from a server that has already done the common imports, because imports
 take most of a short trial's time. With a GPU, each process is spawned, because CUDA does not survive a fork.
 """
@@ -69,7 +69,7 @@ def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
 
 @contextlib.contextmanager
 def _stderr_to(file: Path) -> Generator[None]:
-    """Redirect file descriptor 2 to a file, so that processes that are started meanwhile inherit it."""
+    """Redirect file descriptor 2 to a file; processes that are started meanwhile inherit the redirection."""
     sys.stderr.flush()
     stderr = os.dup(2)
     try:
@@ -82,7 +82,7 @@ def _stderr_to(file: Path) -> Generator[None]:
 
 
 def _child(train: TrainTrial, folder: Path) -> None:
-    """Run `train` in a new session, so that all its processes can be killed, with its output in a file."""
+    """Run `train` in a new session, so that all its processes can be killed; write its output to a file."""
 
     def end_with_owner() -> None:
         multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,9 +1,9 @@
 """Plan the trials to compare; a trial is a list of overrides of the recipe.
 
-`compare` plans trials of the unmodified recipe, of the recipe without techniques and with one technique, and
-of all helpful techniques combined. `tune` plans one change of the recipe at a time. Each technique states how
-to try it (`Try` in core/technique.py). All trials have the recipe's model, data, seed and global batch size.
-The rules of `train` reject trials that cannot run.
+`compare` plans these trials: the unmodified recipe, no technique, each technique alone, and all helpful
+techniques combined. `tune` plans one change of the recipe at a time. Each technique states how to try it
+(`Try` in core/technique.py). All trials have the recipe's model, data, seed and global batch size. The rules
+of `train` reject trials that cannot run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_eff.launch.job import num_ranks
 
 AS_IT_IS, COMBINED = "the recipe as it is", "combined"
 BARE = ("callbacks=[exact_resume]", "precision=fp32", "strategy=auto")
-"""Overrides of the baseline, without its batch size. `exact_resume` stays: its cost is not measurable."""
+"""Overrides of the baseline, without its batch size. `exact_resume` stays on: its cost is not measurable."""
 Change = tuple[str, ...]
 """Overrides that make one or several changes to a recipe."""
 TIMER = "lightning_eff.comparison.trial_timer.TrialTimer"
@@ -61,9 +61,9 @@ def bare_trial(values: Mapping[str, Any], override: str = "", way: Try | None = 
     if size:
         on_device = max(1, size // num_ranks(values["trainer"]))
         own.append(f"data.batch_size={on_device}")
-        # The micro-batch has a quarter, a third or half of the samples, whichever divides evenly first.
+        # Micro-batch size: a quarter, a third or half of the samples, the first that is a whole number.
         part = on_device // next((n for n in (4, 3, 2) if on_device % n == 0), 1)
-        # Every trial has the baseline's global batch size, since other sizes have incomparable losses.
+        # Every trial has the baseline's global batch size, since losses at other sizes are not comparable.
         own += [] if way is None else way.filled(part=part, global_batch=size)
     return merge_overrides(BARE, own)
 
@@ -71,8 +71,8 @@ def bare_trial(values: Mapping[str, Any], override: str = "", way: Try | None = 
 def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change]:
     """Return the changes to a recipe that leave its training the same; each change is a tuple of overrides.
 
-    A technique that is off is added, once per way to try it. A technique that is on is removed, unless the
-    training depends on it, and is set to its other ways.
+    A technique that is off is added, once per `Try` that it states. A technique that is on is removed, unless
+    the training depends on it, and is tried with its other settings.
 
     Args:
         values: The composed recipe.

@@ -1,11 +1,11 @@
 """Turn text and conversations into tokens, with a Hugging Face tokenizer or with bytes, which need no files.
 
-data/text.py uses `TrainingTokenizer`. The targets of a conversation are the assistant's tokens. They are
-found by the first of these methods that applies:
+data/text.py uses `TrainingTokenizer`. The targets of a conversation are the assistant's tokens. Three methods
+find the assistant's tokens, and the first method that applies is used:
 
 1. The tokenizer's chat template marks the assistant's tokens (`{% generation %}`).
 2. If the template has no marks, the conversation is rendered up to each answer, without and with the answer.
-   The answer is the difference. A template that rewrites earlier turns is rejected.
+   The difference of the two texts is the answer. A template that rewrites earlier turns is rejected.
 3. If there is no template, `DEFAULT_TEMPLATE` is used, which has marks.
 """
 

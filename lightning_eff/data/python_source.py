@@ -195,7 +195,7 @@ class PythonSource(pl.LightningDataModule):
 def save_whole(content: Mapping[str, Any], file: Path) -> None:
     """Write a cache file that is always complete or absent; an error leaves no partial file.
 
-    Other processes may write the file at the same time, because the same name means the same content.
+    Other processes may write the file at the same time, because files of the same name have equal content.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)

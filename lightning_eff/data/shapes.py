@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 DISTANCES = (torch.add, torch.hypot, torch.maximum)
-"""Distance from the distances along both axes, for a diamond, a disc and a square (classes 1 to 3)."""
+"""Functions that combine the distances along both axes, for diamonds, discs and squares (classes 1 to 3)."""
 MIN_RADIUS, MAX_RADIUS = 0.02, 0.05
 """Smallest and largest radius of a shape, as fractions of the image's size."""
 NOISE = 0.3

@@ -79,7 +79,7 @@ CHUNK = 200
 
 
 class DataError(ValueError):
-    """The data cannot be used with these settings; the exit code is that of a wrong setting."""
+    """The data cannot be used with these settings; the exit code is the same as for a wrong setting."""
 
     exit_code = 2
 

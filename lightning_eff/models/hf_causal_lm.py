@@ -4,13 +4,13 @@ The architecture must be built into transformers: code next to the weights is ne
 kernels are not downloaded. Weights must be safetensors files, because the older formats are pickles. With
 `HF_HUB_OFFLINE=1` nothing uses the network.
 
-The constructor checks the configuration and the names of the files, so a wrong name fails early. The method
-`configure_model` reads the weights, before techniques change the model, to the Trainer's device. If this
-device is the meta device, pretrained weights are read to the CPU, and random weights stay on the meta device.
+The constructor checks the configuration and the names of the files, so a wrong name fails early. Before
+techniques change the model, `configure_model` reads the weights to the Trainer's device. If this device is
+the meta device, pretrained weights are read to the CPU, and random weights stay on the meta device.
 
 The loss is the mean over targets, weighted by the number of targets, so a step of several micro-batches has
 the gradient of the full batch. Packed documents have `position_ids` that restart at 0. Such documents stay
-separate if the model derives the attention mask from positions, and a test with four tokens checks this.
+separate if the model derives the attention mask from positions, which a test with four tokens checks.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class HFCausalLM(pl.LightningModule):
         name: Hub name or folder of the model.
         pretrained: Whether to read pretrained weights; if False, weights are random, for pre-training.
         dtype: Dtype of the weights; "auto" keeps the dtype of the files.
-        attn_implementation: Attention in transformers; "auto" means sdpa, or eager for a model without sdpa.
+        attn_implementation: Attention of transformers; "auto" means sdpa, or eager if the model has no sdpa.
         revision: Branch, tag or commit on the hub.
         vocab_size: Minimum number of embedding rows, for a tokenizer with more tokens than the model.
-        pad_to_multiple_of: Number whose multiple the embedding rows are padded to; 64 suits tensor cores.
+        pad_to_multiple_of: Multiple to which the number of embedding rows is padded; 64 suits tensor cores.
 
     Raises:
-        ValueError: The model does not exist or is not built into transformers; its weights are pickles,
+        ValueError: The model does not exist or is not built into transformers; the weights are pickles,
             quantized, or an adapter; a number is not positive.
         ModuleNotFoundError: transformers is not installed.
 
@@ -157,8 +157,8 @@ class HFCausalLM(pl.LightningModule):
         last = self(tokens, position_ids=positions)[:, -1].float()
         self.model.train()
         other, same = (last[1:] - last[0]).abs().amax(-1).tolist()
-        # With masked attention, a change of the first document has no effect on the last token. Through the
-        # state of a recurrent layer, it has about 0.3 % of the effect of a change in the same document.
+        # With masked attention, another first document has no effect on the last token. With a recurrent
+        # layer, its effect is about 0.3 % of the effect of a change in the second document.
         return None if same == 0.0 else other <= 1e-4 * same
 
     @override

@@ -2,7 +2,7 @@
 
 The verbs `plan` and `tune` call this package, and so does `train` after an OOM error. Read in this order:
 
-- `forecast.py` predicts a composed recipe on a CPU or a GPU, and `sharding.py` computes many devices.
+- `forecast.py` predicts a recipe on a CPU or a GPU, and `sharding.py` computes the memory on many devices.
 - `advice.py` adds techniques until a step fits, and `longest.py` finds the longest sequence that fits.
 - `printing.py` formats the results as text and JSON, and `out_of_memory.py` explains an OOM error.
 

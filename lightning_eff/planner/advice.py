@@ -1,11 +1,11 @@
 """Advise which techniques lower a step's peak, how much memory they save and how many FLOPs they cost.
 
 `plan --advice`, `tune` and `out_of_memory.py` call `advise`. For each technique, `advise` predicts the step
-again, because a static table cannot contain where a model's peak is. Candidates are the overrides that
-techniques state (`core.technique.Try`). A candidate that conflicts with the recipe is listed with the reason.
-If a batch does not fit, smaller micro-batches are tried first, because they leave the training unchanged.
-Then the candidate that saves most is added, until the step fits. Every addition moves the peak, so each
-candidate is predicted on top of the candidates already chosen.
+again, because the position of the peak depends on the model. Candidates are the overrides that techniques
+state (`core.technique.Try`). A candidate that conflicts with the recipe is listed with the reason. If a batch
+does not fit, smaller micro-batches are tried first, because they leave the training unchanged. Then
+candidates are added until the step fits, and each time the candidate that saves most is chosen. Every
+addition moves the peak, so each candidate is predicted on top of the candidates already chosen.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Advice:
     Args:
         alone: Saving of each candidate by itself, the largest first.
         chosen: Candidates to add, in order, if the batch does not fit.
-        overrides: Overrides of the chosen candidates. Empty if the batch fits without them, or does not fit
-            even with all of them.
+        overrides: Overrides of the chosen candidates. Empty if the batch fits without candidates, or does not
+            fit even with all candidates.
         peak_bytes: Peak with the chosen candidates.
         fits: Whether the unchanged step fits.
         unfinished: Whether the time limit ended the search.
@@ -245,7 +245,7 @@ def advise(
 
 
 def _savings_until_it_fits(recipe: AdvisedRecipe, usable_bytes: int, until: float) -> list[Saving]:
-    """Return the savings of the techniques to add, in order; with all of them the step fits if it can."""
+    """Return the savings of the techniques to add, in order, until the step fits or no technique helps."""
     peak_bytes = recipe.forecast(()).num_bytes or 0
     for candidate in recipe.micro_batches():
         if time.monotonic() >= until:

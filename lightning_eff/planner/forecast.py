@@ -5,10 +5,10 @@ steps on fake tensors (prediction/predict.py), with one batch of the recipe's da
 data. If the data are not prepared and the data module has a method `example_batch()`, this method provides a
 synthetic batch of the right shapes.
 
-A forecast for a CUDA device assumes that each tensor takes a multiple of 512 bytes. It also assumes that
-cuBLAS keeps a workspace of 32 MiB on Hopper and 8.1 MiB on other GPUs. These sizes are torch's defaults, not
-measurements; CUBLAS_WORKSPACE_CONFIG changes them. The driver's context, which torch does not count as
-allocated, is subtracted from the free memory. A cgroup or a ulimit may limit host memory
+A forecast for a CUDA device assumes that each tensor takes a multiple of 512 bytes. The forecast also assumes
+that cuBLAS keeps a workspace of 32 MiB on Hopper and 8.1 MiB on other GPUs. These sizes are torch's defaults,
+not measurements; CUBLAS_WORKSPACE_CONFIG changes the sizes. The driver's context, which torch does not count
+as allocated, is subtracted from the free memory. A cgroup or a ulimit may limit host memory
 (core/host_memory.py). Bytes that this process has already allocated are subtracted from the limit.
 """
 
@@ -235,8 +235,8 @@ def forecast(
         values: Recipe, from `config.compose_recipe`.
         memory: Memory of the device, which need not be present.
         example: Batch to predict with; with None, a batch is loaded from the data.
-        trainer: The run's Trainer. If it is passed, the checks that `train` makes before data preparation
-            run first, and the memory per device is also computed for 1 to 1,024 devices.
+        trainer: The run's Trainer. With a Trainer, the checks that `train` makes before data preparation run
+            first, and the memory per device is computed for 1 to 1,024 devices.
     """
     try:
         with redirect_stdout(sys.stderr):

@@ -3,8 +3,8 @@
 `plan` calls `longest_sequence`. Each length needs one forecast, with a batch whose rows are repeated to that
 length. A length that cannot be predicted, for example beyond the model's positions, counts as too long.
 Memory is nearly linear in the length, so the first guesses come from a line through two known lengths. The
-search takes about five predictions. Plain bisection would take ten, and most of them would be slow, because
-they predict long sequences.
+search takes about five predictions. Plain bisection would take ten predictions, most of them for long
+sequences, which are slow to predict.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def explain_out_of_memory(
         error: The allocator's error; its traceback is cleared.
         compose: Composes the run's recipe with further overrides.
         limit: Limit of host memory, read before the run. A later reading would count freed memory as used,
-            because allocators keep it.
+            because allocators keep freed memory.
     """
     phase = phase_of(error)
     first = f"out of memory during {phase}"

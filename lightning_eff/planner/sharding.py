@@ -88,7 +88,7 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
     try:
         module = model_without_memory(values, adapted_by=trainer)
         failure = "the optimizer cannot step on fake tensors"
-        # DeepSpeed casts weights itself, and its scheme counts that.
+        # DeepSpeed's optimizer has float32 copies of the weights, and the scheme counts the cast weights.
         cast = torch.float32 if scheme.own_weights else CAST.get(str(trainer.precision))
         with Fakes() as fakes, quietly():
             fake = fakes.of(module)

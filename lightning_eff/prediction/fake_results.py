@@ -6,7 +6,7 @@ result of torch's `FakeTensorMode` is stored as a recipe. For each output, the r
 return, the storage to view, or the sizes of a new tensor. Why not torch's own cache: its keys support
 symbolic shapes, and computing such a key takes most of an operation's time.
 
-A result is not stored if it depends on values, or if it shares a storage other than as a view of one operand.
+A result is not stored if it depends on values, or if it shares a storage without being a view of one operand.
 Results of operations that change an operand's sizes are not stored either.
 """
 

@@ -45,7 +45,7 @@ _entered: ContextVar[Fakes | None] = ContextVar("_entered", default=None)
 
 
 class Fakes(AbstractContextManager["Fakes"]):
-    """Context in which every new tensor is a fake tensor; after its exit it can be entered again.
+    """Context in which every new tensor is a fake tensor; the context can be entered again after its exit.
 
     Example:
         >>> with Fakes() as fakes:

@@ -116,7 +116,7 @@ def predict(
 
     Args:
         model: A LightningModule of any size, which is copied, or a function that builds the module.
-        batch: A batch of the loader; of its values, only those of integer tensors matter.
+        batch: A batch of the loader; the values of its floating-point tensors do not matter.
         trainer: A Trainer for one CPU with the run's techniques, or a function that builds the Trainer. The
             Trainer cannot be used afterwards.
         data: A data module, if its hooks change batches.
@@ -304,7 +304,7 @@ class _Record(pl.Callback):
     ) -> None:
         if not self.keeps_batches:
             self.window = self.window or trainer.accumulate_grad_batches
-            # The first step has one batch if the loop is `ExactStep` and the epoch has over two batches.
+            # The first step has one batch if the loop is `ExactStep` in an epoch of more than two batches.
             # Lightning's loop counts batches from the start of the epoch, so a short first step would also
             # shorten the second step. The end of an epoch of two batches would shorten the second step too.
             loop = trainer.fit_loop.epoch_loop.automatic_optimization

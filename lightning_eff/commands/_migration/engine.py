@@ -60,7 +60,7 @@ class Migration:
     folder: Path
     recipe: str = ""
     settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
-    """Overrides by the setting that each changes; `callbacks.NAME` is an option that is added or removed."""
+    """Overrides by the changed setting; `callbacks.NAME` stands for an option that is added or removed."""
     parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
     """Values for the conversion functions, by function and part."""
     lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
@@ -274,7 +274,7 @@ def batches(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def evaluation(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set how often validation runs; other tools count optimizer steps, Lightning counts batches."""
+    """Set how often validation runs; other tools count optimizer steps, whereas Lightning counts batches."""
     strategy = parts.get("strategy") or parts["steps"]
     logged = found.word("trainer.log_every_n_steps").partition("=")[2] or 500
     steps = parts.get("steps") or Given("logging_steps", logged)

@@ -106,7 +106,7 @@ def _rows(section: Mapping[str, Any], templates: Mapping[str, Row]) -> dict[str,
 
 
 def recognize(content: Mapping[str, Any], file: Path) -> str:
-    """Return the tool of a file, which is the tool with the most of its marks (typical keys) in the file.
+    """Return the tool that a file belongs to: the tool with the most marks (typical keys) in the file.
 
     Raises:
         UsageError: The file has no mark of any tool.
@@ -141,7 +141,7 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
     """
     rows, found = table.rows, dict[str, Any]()
     for name, value in content.items():
-        # A dot inside a key of the file does not nest. Such a key is quoted, so that it matches no row.
+        # A dot inside a key of the file is no nesting. Such a key is quoted, so that the key matches no row.
         key = f"{prefix}{name!r}" if prefix and "." in str(name) else f"{prefix}{name}"
         entries: list[Any] = value if isinstance(value, list) else [value]
         is_section = key not in rows or f"{key}.*" in rows
@@ -161,7 +161,7 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
 
 
 def filled(template: str, value: Any, key: str = "") -> str:
-    """Replace the placeholder in an override by a value; shared.yaml describes the placeholders.
+    """Return an override with a value inserted for the placeholder; shared.yaml describes placeholders.
 
     Raises:
         ValueError: The value does not fit; the message describes the expected value.
