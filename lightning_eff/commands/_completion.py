@@ -40,6 +40,7 @@ def complete(words: Sequence[str]) -> list[str]:
         (['slurm'], ['baseline'])
     """
     start = words[-1] if words else ""
+    # `launch` takes the kind of cluster before the recipe.
     is_on_cluster = words[:1] == ["launch"] and len(words) > 1
     if len(words) <= 1:
         known = list(catalog.verbs())

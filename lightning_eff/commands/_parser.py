@@ -51,6 +51,7 @@ def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         value = kind(text)  # argparse reports a ValueError
+        # This comparison is also False for NaN.
         if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text}: expected at least {least}")
         return value

@@ -48,6 +48,7 @@ class SavedRun:
         pl.seed_everything(values["seed"], workers=True, verbose=False)
         trainer = run.build_trainer(values)
         data = run.make("data", values["data"])
+        # Seed again as `train` does, so that initial weights depend on the seed alone.
         pl.seed_everything(values["seed"], workers=True, verbose=False)
         model = run.make("model", values["model"])
         step = read_for(self.checkpoint, trainer).get("global_step")
@@ -96,6 +97,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
     words = [*words_of(options.given, options.config_dir), *task]
     checkpoint = find_evaluated(which, folder, remedy=f"lightning-eff train {shlex.join(words)}")
     check_local(values, f"{options.verb} runs on this machine")
+    # Without a request, `find_evaluated` returns the newest checkpoint.
     which = "last" if which in (None, "auto") else which
     values = with_base(values, checkpoint)
     return SavedRun(options.verb, values, checkpoint, which, notes, composed.run_dir)

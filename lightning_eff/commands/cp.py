@@ -19,6 +19,7 @@ def main(options: argparse.Namespace) -> int:
     chain = RecipeLoader(options.recipe, path).read_chain()
     source = path.folder_of(options.recipe) / f"{options.recipe}{SUFFIX}"
     target = _target(options.file, source)
+    # A copy with the name of a base recipe would hide the base, and build on itself.
     if target.stem in {*chain.recipes} - {options.recipe}:
         allowed = f"another name: {options.recipe} builds on {target.stem}"
         raise ConfigError(key="FILE", value=options.file, allowed=allowed)

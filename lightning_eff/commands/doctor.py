@@ -121,6 +121,7 @@ def _host() -> Iterator[CheckResult]:
     yield check_result("disk", free >= MIN_DISK_BYTES, text, text, "output_root=/another/disk")
     is_writable, missing = os.access(Path.cwd(), os.W_OK), "read-only: runs cannot be written"
     yield check_result("this folder", is_writable, "writable", missing, "output_root=/yours")
+    # DataLoader workers pass batches through shared memory, which containers limit to 64 MiB by default.
     shared = Path("/dev/shm")  # noqa: S108 - inspected, not written to
     if shared.is_dir():
         size = shutil.disk_usage(shared).total

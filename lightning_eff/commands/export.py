@@ -50,6 +50,7 @@ def main(options: argparse.Namespace) -> int:
     kind = "adapter" if is_adapted and not options.merge else "model"
     out = Path(options.out) if options.out else run_dir / "export" / kind
     check_inside("--out", str(out), root.resolve())
+    # `lexists` also detects a broken symbolic link.
     if os.path.lexists(out):
         allowed = "a folder that does not exist yet: nothing is overwritten"
         raise ConfigError(key="--out", value=str(out), allowed=allowed, remedies=[f"--out {out}-2"])

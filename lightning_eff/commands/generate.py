@@ -95,6 +95,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     loader: Any = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
     (rows,) = saved.run(trainer, model, dataloaders=loader)
     end = getattr(getattr(data, "training_tokenizer", None), "eos_id", None)
+    # Tokens after the first end token are not part of the answer.
     rows = [row[: row.index(end)] if end in row else row for row in rows]
     # Decode the prompt with the text, since a tokenizer may drop the space before a first word.
     start = len(data.tokenizer.decode(ids, skip_special_tokens=True))

@@ -57,6 +57,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     words = [f"{key}={PLACEHOLDERS[key][0]}" for key in missing]
     words += [setting.word for setting in found.settings.values()]
     notes += [PLACEHOLDERS[key][1] for key in missing]
+    # Model and data come first, because the user has to fill in their placeholders.
     words.sort(key=lambda word: not word.startswith(("model", "data")))
     # Composing a config imports its classes. Classes that the file names are left out, since their code must
     # not run.

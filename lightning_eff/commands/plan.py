@@ -182,6 +182,7 @@ def _judge(
         verdict = finding.rule.verdict.value
         verdict = "REJECTED" if verdict == "rejected" else verdict
         row.will_be = max(row.will_be, verdict, key=VERDICTS.index)
+        # The row already shows the technique, which is the first word of the sentence.
         row.why.append(str(finding).splitlines()[0].partition(" ")[2])
         row.remedies += map(str, finding.rule.remedies[:3])
     return list(rows.values()), findings

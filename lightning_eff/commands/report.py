@@ -251,6 +251,7 @@ def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
     flat = [_flatten(config) for config in configs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
     differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
+    # If the classes of an object differ, skip arguments that some of the classes do not have.
     shown = [
         key
         for key in differing

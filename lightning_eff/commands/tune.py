@@ -172,6 +172,7 @@ def fingerprint(
     values: Mapping[str, Any], memory: DeviceMemory, base: Change, limit_s: float, steps: int
 ) -> str:
     """Return a hash of everything that the result of a trial depends on."""
+    # Speed also depends on the version of torch and on the number of CPU threads.
     device = (memory.name, memory.memory_bytes)
     length = (limit_s, steps)
     about = [portable_settings(values), device, base, length, torch.__version__, torch.get_num_threads()]
@@ -215,6 +216,7 @@ class Search:
         return next(map(self._change_of, faster(self.rows())), UNCHANGED)
 
     def _change_of(self, row: ComparisonRow) -> Change:
+        # The overrides of every trial begin with the overrides of `base`.
         return tuple(row.overrides[len(self.base) :])
 
     def _tried(self, changes: Sequence[Change]) -> list[Trial]:
@@ -253,6 +255,7 @@ class Search:
         """Return the recipe's trial, and the faster half of the other trials that may be recommended."""
         rates = {row.technique: row.samples_per_s or 0.0 for row in self.rows() if can_win(row)}
         able = sorted((each for each in trials if each.name in rates), key=lambda each: -rates[each.name])
+        # The first trial is the recipe, which every round needs as the baseline.
         return [*trials[:1], *able[: (len(able) + 1) // 2]]
 
     def rows(self) -> list[ComparisonRow]:

@@ -60,6 +60,7 @@ def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
     # Techniques that are on in one of the two rows but not in the other.
     changed = row.techniques.keys() ^ baseline.techniques.keys()
     is_same = _has_same_loss(row, baseline)
+    # Other overrides, for example of the optimizer, must be equal for an exact comparison.
     others = [
         {line for line in each.overrides if not line.lstrip("+~").startswith("callbacks")}
         for each in (row, baseline)

@@ -82,6 +82,7 @@ def train_module(
     monitor = EfficiencyReport(dirpath=str(folder))
     own = keywords.get("callbacks") or []
     callbacks: Any = [*(own if isinstance(own, (list, tuple)) else [own]), monitor, TrialTimer(limit_s)]
+    # The user's keywords replace the defaults, but not the trial's callbacks and folder.
     settings: dict[str, Any] = {**QUIET, **keywords, "callbacks": callbacks, "default_root_dir": folder}
     trainer = pl.Trainer(**settings)
     # `fit` takes a data module and a loader by different keywords.

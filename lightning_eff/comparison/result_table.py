@@ -87,6 +87,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
     def figures(key: str) -> list[Any]:
         return [value for result in measured if (value := result.report["measured"].get(key))]
 
+    # All rounds train with the same seed, so losses and ledger are taken from the first measured round.
     rates, report = figures("samples_per_s"), measured[0].report
     losses = [(int(step), float(loss)) for step, loss in report.get("losses", ())]
     ledger: Sequence[Mapping[str, Any]] = report.get("ledger", ())

@@ -83,6 +83,7 @@ class TrialRounds:
         for number in range(1, num_rounds + 1):
             self.run_round(trials)
             trials = keep(trials)
+            # One round gives no noise, so combinations wait for the second round if there is one.
             if number == min(2, num_rounds):
                 combined = combine()
                 # The combined trials missed these rounds: run them as often as the others.
@@ -111,6 +112,7 @@ class TrialRounds:
 
     def _kept_result(self, trial: Trial, number: int) -> TrialResult | None:
         """Return a trial's stored result, or run the trial and store the result; None if no time is left."""
+        # A row's name may contain characters that a file's name must not contain.
         named = f"{hashlib.sha256(trial.name.encode()).hexdigest()[:12]}-{number}"
         file = None if self._kept is None else self._kept / f"{named}.json"
         if file is not None and file.is_file():

@@ -48,6 +48,7 @@ def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
+    # A report of an interrupted earlier run must not become this trial's result.
     (folder / REPORT_FILE).unlink(missing_ok=True)
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(PRELOADED)  # no effect on a spawned process

@@ -189,6 +189,7 @@ def trial_overrides(
     """
     timer = f"+monitors.trial_timer={{_target_: {TIMER}, limit_s: {float(limit_s)}}}"
     shared = [f"trainer.max_steps={steps}", timer]
+    # Shared settings come last, because the last value of a key wins.
     later = merge_overrides(own, [*shared, "trainer.limit_val_batches=0", "logger=none"])
     replaced = {line.partition("=")[0].lstrip("+~") for line in later} - {"callbacks"}
     kept = [

@@ -38,4 +38,5 @@ class TrialTimer(Timer):
             self._is_first_over = True
             self.on_train_start(trainer, trainer.lightning_module)  # starts Lightning's timer
         super().on_train_batch_end(trainer, *args, **kwargs)
+        # `|=` keeps a stop that another callback has requested.
         trainer.should_stop |= time.monotonic() >= self._end_s

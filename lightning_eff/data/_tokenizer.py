@@ -78,6 +78,7 @@ class TrainingTokenizer:
         self.eos_id: int | None = self._hub.eos_token_id
         self.pad_id = 0 if self.eos_id is None else self.eos_id
         """The padding token; its positions are masked or have no label."""
+        # Token ids may have gaps, so the largest id counts, not the number of tokens.
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -94,6 +95,7 @@ class TrainingTokenizer:
         encoded = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]  # in parallel
         if self.eos_id is None:
             return encoded
+        # Some tokenizers have already appended an end token.
         return [[*ids, self.eos_id] if ids and ids[-1] != self.eos_id else ids for ids in encoded]
 
     def encode_chat(self, turns: Turns) -> Tokens:
@@ -114,6 +116,7 @@ class TrainingTokenizer:
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """Return the tokens of the start of a text, without an end token."""
+        # Some tokenizers append an end token to every text, which would end a prompt.
         ids, bare = (self.tokenizer.encode(prompt, add_special_tokens=added).ids for added in (True, False))
         return ids[:-1] if ids != bare and ids[-1] == self.eos_id else ids
 

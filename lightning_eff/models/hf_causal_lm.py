@@ -124,6 +124,7 @@ class HFCausalLM(pl.LightningModule):
                 if self._embedding_rows(num_rows) != num_rows:
                     model.resize_token_embeddings(self._embedding_rows(num_rows))
         self._attention = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
+        # `from_pretrained` returns a model in evaluation mode.
         self.model = model.train()
         self.isolates_documents = self._test_isolation()
         parameters = list(model.parameters())
@@ -254,6 +255,7 @@ class HFCausalLM(pl.LightningModule):
 
         The method `generate` of transformers gets these options, and applies the model's generation config.
         """
+        # Prompts have no padding, so every token takes part in attention.
         options |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": max_new_tokens}
         return self.model.generate(input_ids=tokens, **options)
 

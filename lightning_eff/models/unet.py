@@ -84,6 +84,7 @@ class UNet(pl.LightningModule):
         self.encoder = nn.ModuleList(stage(a, b, norm=norm) for a, b in zip(firsts, widths, strict=True))
         self.down = nn.ModuleList(nn.Conv2d(wide, deep, 2, stride=2) for wide, deep in pairs)
         self.up = nn.ModuleList(nn.ConvTranspose2d(deep, wide, 2, stride=2) for wide, deep in pairs)
+        # A decoder stage reads the skip connection and the upsampled features, 2 * wide channels.
         self.decoder = nn.ModuleList(stage(2 * wide, wide, norm=norm) for wide, _ in pairs)
         self.head = nn.Conv2d(channels, num_classes, 1)
         self.iou = MulticlassJaccardIndex(num_classes)

@@ -239,6 +239,7 @@ def advise(
     alone = recipe.alone((), until) if shows_alone else []
     chosen = [] if fits else _savings_until_it_fits(recipe, usable_bytes, until)
     peak_bytes = chosen[-1].peak_bytes if chosen else None
+    # Overrides with which the step still does not fit are not recommended.
     is_enough = peak_bytes is not None and peak_bytes <= usable_bytes
     overrides = tuple(word for saving in chosen for word in saving.words) if is_enough else ()
     return Advice(alone, chosen, overrides, peak_bytes, fits, unfinished=time.monotonic() >= until)

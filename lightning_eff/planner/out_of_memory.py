@@ -99,6 +99,7 @@ def free(error: BaseException | None) -> None:
     while error is not None and error.__traceback__ is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
+        # The frames of an error's cause keep the run alive, too.
         error = error.__cause__ or error.__context__
     gc.collect()
 
@@ -134,6 +135,7 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
         reason = "the first batch does not explain this: a later one is larger, or something else allocates"
         dividing = [each.words[0] for each in candidates() if each.divides]
         return [needed, reason, *(f"try: {word}" for word in dividing if not recipe.is_on(word))]
+    # A step that failed needs advice that lowers its prediction, even if the prediction would fit.
     usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
     advice = advise(recipe, usable_bytes=usable_bytes, budget_s=BUDGET_S, shows_alone=False)
     if not advice.overrides:

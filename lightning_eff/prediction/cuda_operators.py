@@ -125,6 +125,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *
         if mask.stride(-1) != 1 or any(stride % ALIGNMENT for stride in mask.stride()[:-1]):
             # As in torch: pad the rows in memory, and pass a view without the padding.
             mask = F.pad(mask, (0, ALIGNMENT - num_keys % ALIGNMENT))[..., :num_keys]
+        # The operator needs all four axes: batch, heads, queries, keys.
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     return aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
         query, key, value, mask, _has_grad(query, key, value), **options
@@ -151,6 +152,7 @@ def _has_grad(*tensors: Tensor) -> bool:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001 - torch's signature
+    # CUDA runs `native_dropout`, which saves a bool mask, unless all or no elements are dropped.
     if train and 0 < p < 1 and x.numel():
         return aten.native_dropout(x, p, train)[0]
     return aten.dropout.default.decompose(x, p, train)

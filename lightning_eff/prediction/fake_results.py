@@ -42,6 +42,7 @@ class FakeResults:
 
     def call(self, func: Any, args: Any, kwargs: Any, operands: list[FakeTensor]) -> Any:
         """Return the result of an operation; `operands` is filled with the fake tensors in its arguments."""
+        # Default dtype and inference mode also decide a result's metadata.
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not (_describe(args, key, operands) and _describe(kwargs.items(), key, operands)):
             return func(*args, **kwargs)

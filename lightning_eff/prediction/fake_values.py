@@ -103,6 +103,7 @@ class FakeValues(InfraMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the real result of an operation if the values of all its inputs are known, else None."""
+        # In-place results are not propagated, and real random numbers would differ from the run's.
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # noqa: SLF001
             return None
         leaves, spec = tree_flatten((args, kwargs))
@@ -129,6 +130,7 @@ class FakeValues(InfraMode):
     def _update(self, func: Any, args: Any, out: Any, known: Any) -> None:
         """Store the real result, or else the value to assume; remove the values of overwritten tensors."""
         if func._schema.is_mutable:  # noqa: SLF001
+            # An in-place operation may overwrite each of its arguments.
             for tensor in filter(torch.is_tensor, tree_leaves(args)):
                 self.known.pop(tensor, None)
             if _name(func).startswith("_amp_foreach_non_finite_check"):

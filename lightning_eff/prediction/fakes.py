@@ -180,6 +180,7 @@ def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
         memo[id(real)] = new
         return new
 
+    # `copy.deepcopy` keeps parameters shared that several modules share.
     with ExitStack() as stack:
         for kind in (*PLAIN, FakeTensor):
             stack.enter_context(patch.object(kind, "__deepcopy__", copy_tensor))
@@ -216,6 +217,7 @@ def _make_subclass(cls: type, data: Tensor, *options: Any, **keywords: Any) -> T
     if not isinstance(data, FakeTensor):
         return _OF_TORCH(cls, data, *options, **keywords)
     fake: Any = data.detach()
+    # `isinstance` checks for the quantized class must also accept the fake.
     fake.__class__ = _fake_subclass(cls)
     return fake.requires_grad_(bool(options and options[0]))
 

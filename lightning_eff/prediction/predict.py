@@ -337,6 +337,7 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) 
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
     if data is not None:
+        # The loader serves fake batches, so the data are neither prepared nor set up.
         data.train_dataloader = lambda: loader
         data.prepare_data = data.setup = lambda *_, **__: None
     with suppress(_StopPrediction):

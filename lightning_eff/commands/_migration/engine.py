@@ -130,6 +130,7 @@ class Migration:
         values: Any = given.value
         if not isinstance(values, list):
             is_one = "*" in ours or isinstance(values, Mapping)
+            # Some tools separate the values of a string by commas, others by spaces.
             values = [values] if is_one else str(values).replace(",", " ").split()
         for value in values:
             text = str(value).lower()
@@ -215,6 +216,7 @@ class Migration:
             is_chosen = word.startswith("+") or (not word and rest[0] in listed[group])
             return "" if is_chosen else f"has an effect only with +{group}={rest[0]}"
         if group in ONE_OPTION_GROUPS and rest:
+            # A single-option group lists one option or an empty string.
             option = self.word(group).partition("=")[2] or max(listed[group])
             return "" if rest[0] in _keys(group, option) else f"{group}={option} has no {rest[0]}"
         return ""
@@ -276,6 +278,7 @@ def batches(found: Migration, parts: Mapping[str, Given]) -> None:
 def evaluation(found: Migration, parts: Mapping[str, Given]) -> None:
     """Set how often validation runs; other tools count optimizer steps, whereas Lightning counts batches."""
     strategy = parts.get("strategy") or parts["steps"]
+    # In transformers, `eval_steps` defaults to `logging_steps`, which defaults to 500.
     logged = found.word("trainer.log_every_n_steps").partition("=")[2] or 500
     steps = parts.get("steps") or Given("logging_steps", logged)
     if strategy.value in OFF:
