@@ -96,8 +96,8 @@ def find_runs(word: str, root: Path) -> list[Path]:
     """Return the folders of the runs that a word names.
 
     Args:
-        word: A run's folder; a sweep's folder, which stands for all its runs; or a recipe's name or file,
-            which stands for the recipe's newest run.
+        word: A run's folder, a sweep's folder (for all runs of the sweep), or the name or file of a recipe
+            (for the newest run of the recipe).
         root: Folder of all runs.
 
     Raises:

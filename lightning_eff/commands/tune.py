@@ -2,11 +2,11 @@
 
 `tune` measures like `compare`, with the recipe as the baseline. The first round measures each change alone,
 and the second round measures the faster half of the changes. Then all combinations of changes that were
-faster beyond the noise are added. The third round measures the faster half of all trials. Before a trial, the
-planner's prediction of the memory is checked, and after a trial, the measured peak is checked.
+faster beyond the noise are added. The third round measures the faster half of all trials. Memory is checked
+twice: by the planner's prediction before a trial, and by the measured peak after the trial.
 
-Each result is stored as soon as it is known, in a folder whose name is a hash of everything that the result
-depends on. So the same command continues after an interruption.
+Each result is stored as soon as it is known. The name of the folder is a hash of everything that a result
+depends on, so the same command continues after an interruption.
 """
 
 from __future__ import annotations

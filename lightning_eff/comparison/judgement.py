@@ -6,7 +6,7 @@ because both the row and the baseline vary. A speed ratio within the noise does 
 
 A technique with `exact = True` promises the loss of the plain run. If a row differs from the baseline by
 exact techniques alone, a different loss excludes the row, however fast it is. If training draws random
-numbers, for example for dropout, no row is excluded for its loss: most techniques draw different numbers.
+numbers, for example for dropout, no row is excluded for its loss, because most techniques draw other numbers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ All documents are stored in one array of tokens, and a row is a list of ranges o
 one document, several uncut documents, or a section of the stream of all documents. The ranges are in memory;
 the tokens of a row are read through a memory map when the row is needed.
 
-Labels follow Hugging Face's convention: the label of a position is the token at that position, and the loss
+Labels follow Hugging Face's convention. The label of a position is the token at that position, and the loss
 compares the label with the output one position earlier.
 """
 
@@ -130,7 +130,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         ids = torch.cat([documents.tokens[start:stop] for start, stop in ranges]).long()
         is_target = torch.cat([documents.is_target[start:stop] for start, stop in ranges])
         lengths = torch.tensor([stop - start for start, stop in ranges])
-        # A first token is no target: the first token of each document in a packed row, else of the row.
+        # In a packed row, the first token of each document is no target; else, the first token of the row.
         starts = lengths.cumsum(0) - lengths
         is_target[starts if packing is True else 0] = False
         row = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED_TARGET)}

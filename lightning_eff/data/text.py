@@ -3,7 +3,7 @@
 A batch is a dictionary of integer tensors in the format of transformers: `input_ids` and `labels` [B, T],
 with `position_ids` or `attention_mask`. The label of a token is the token itself; the loss compares a label
 with the output one position earlier. The label is -100 where there is no target: at a document's first token,
-in padding, and at all tokens of a conversation that are not the assistant's.
+in padding, and in all turns of a conversation except the assistant's.
 
 `packing` selects how rows are made:
 
@@ -88,10 +88,10 @@ class Text(pl.LightningDataModule):
     """Documents as rows of tokens with labels.
 
     Args:
-        paths: Files, folders or patterns with `*`, of text, JSON, JSON Lines, CSV or Parquet; a folder
-            written by `save_to_disk` of datasets; or `pydoc` for the English prose of Python's own help. The
-            path `hf://datasets/owner/name` names the training split of a data set on the hub;
-            `@revision`, `:subset` and `:split` may follow the name.
+        paths: Files, folders or patterns with `*` (text, JSON, JSON Lines, CSV or Parquet), a folder written
+            by `save_to_disk` of datasets, or `pydoc` for the English prose of Python's own help. The path
+            `hf://datasets/owner/name` names the training split of a data set on the hub; `@revision`,
+            `:subset` and `:split` may follow the name.
         tokenizer: Name or folder of a Hugging Face tokenizer; None means a byte tokenizer with 257 tokens.
         context_length: Maximum number of tokens in a row.
         batch_size: Rows per batch of the loader, per rank.

@@ -159,7 +159,7 @@ class HFCausalLM(pl.LightningModule):
         self.model.train()
         other, same = (last[1:] - last[0]).abs().amax(-1).tolist()
         # With masked attention, another first document has no effect on the last token. With a recurrent
-        # layer, its effect is about 0.3 % of the effect of a change in the second document.
+        # layer, the effect is about 0.3 % of the effect of another second document.
         return None if same == 0.0 else other <= 1e-4 * same
 
     @override

@@ -1,9 +1,9 @@
 """Compute the memory per device of a sharded run on 1 to 1,024 devices, before any process starts.
 
 `forecast.py` calls `sharding_table`. The Trainer's strategy defines how the bytes are divided
-(report/sharding.py). To count the bytes, the model is built on the meta device with the run's adapters, and
-the optimizer steps once on fake tensors to create its state. So a laptop can compute the memory of 1,024
-devices. Activations are taken from the predicted step, because data parallelism does not shard activations.
+(report/sharding.py). To count the bytes, the model is built on the meta device with the run's adapters. The
+optimizer steps once on fake tensors to create its state. So a laptop can compute the memory of 1,024 devices.
+Activations are taken from the predicted step, because data parallelism does not shard activations.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ all techniques of the Trainer and a batch of the right shapes. Loggers, checkpoi
 that only observe are left out. For a CPU, the count matches `EfficiencyReport` to the byte. For a GPU,
 operators and autocast behave as on CUDA (cuda_operators.py).
 
-Code that needs values or memory ends the prediction, for example a C++ extension, or `tolist()` in a
+A prediction ends at code that needs values or memory, for example a C++ extension, or `tolist()` in a
 `training_step`. `Prediction.reason` then has the cause.
 """
 
@@ -289,7 +289,7 @@ class _Record(pl.Callback):
     """Records steps of at most `LONGEST_WINDOW` batches until the probe is done, then ends the run.
 
     Why not `LambdaCallback`: its hooks are instance attributes, which `OptimizerChoice` would mistake for the
-    user's hooks. `OptimizerChoice` would then keep gradients for these hooks.
+    user's hooks. For a user's hooks, `OptimizerChoice` keeps gradients in memory.
     """
 
     probe: Probe
