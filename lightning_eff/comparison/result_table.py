@@ -23,7 +23,7 @@ SLOW_FIRST_BATCH_S = 5.0
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The outcome of one trial in one round: its status, a reason if not measured, its efficiency report."""
+    """The outcome of one trial in one round: status, efficiency report, and a reason if not measured."""
 
     status: str
     reason: str = ""
