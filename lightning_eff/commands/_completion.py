@@ -1,4 +1,4 @@
-"""Shell completion: a script for each shell, and the words that the script asks for."""
+"""Complete words in a shell: a script for each shell, and the completions that the script requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_eff.commands import _parser
 from lightning_eff.core import catalog
 
 SCRIPTS = {
-    # bash starts a new word after "=" and ":", and replaces only the part after it: cut off the rest.
+    # bash starts a new word after "=" and ":", and replaces this new word, so cut off the text before it.
     "bash": """_lightning_eff() {
   local line="${COMP_LINE:0:COMP_POINT}" words
   read -ra words <<< "${line#* }"
@@ -40,6 +40,7 @@ def complete(words: Sequence[str]) -> list[str]:
         (['slurm'], ['baseline'])
     """
     start = words[-1] if words else ""
+    # `launch` takes the kind of cluster before the recipe.
     is_on_cluster = words[:1] == ["launch"] and len(words) > 1
     if len(words) <= 1:
         known = list(catalog.verbs())

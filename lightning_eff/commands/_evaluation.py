@@ -1,9 +1,9 @@
-"""Shared by `validate`, `test` and `predict`: load a checkpoint and evaluate it on its recipe's data.
+"""Load a checkpoint and evaluate it on its recipe's data, for the verbs `validate`, `test` and `predict`.
 
 By default one device evaluates, however many devices trained the run. The user may set `trainer.devices` or a
-strategy, or start ranks by a launcher. Then metrics are less exact, because Lightning repeats some samples to
-give all ranks the same number. Techniques, precision and data are those of the config. Nothing is logged, so
-the files of the run stay unchanged.
+strategy, or start ranks with a launcher. With several ranks, metrics are less exact, because Lightning
+repeats some samples so that all ranks have the same number. Techniques, precision and data come from the
+config. Loggers are off, so the files of the run stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(options: argparse.Namespace) -> int:
             run_ranks(options.arguments, saved.run_dir, saved.values["trainer"], verb=options.verb)
             return EXIT_OK
         check_tasks(saved.values["trainer"], launch)
-        with redirect_stdout(sys.stderr):  # output of the model
+        with redirect_stdout(sys.stderr):  # the model may print
             found = _evaluate(saved)
         if not launch.rank:
             _show(found, as_json=options.json)
@@ -63,7 +63,7 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
     else:
         saved.run(trainer, model, datamodule=data, verbose=False)
         found["metrics"] = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
-    trainer.strategy.barrier()  # every rank has written its file
+    trainer.strategy.barrier()  # wait until every rank has written its file
     loop: Any = getattr(trainer, f"{verb}_loop")
     count, limit = loop.batch_progress.total.completed, getattr(trainer, LIMITS[verb])
     key, ranks = f"trainer.{LIMITS[verb]}", trainer.world_size

@@ -1,4 +1,4 @@
-"""Configure logging for a verb; its process may be one of several ranks of a run."""
+"""Configure logging for a verb, whose process may be one of several ranks of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_eff.launch.job import RUN_DIR, Launch
 
 
 class _Formatter(logging.Formatter):
-    """Escapes control characters, so that a file's name cannot change the terminal."""
+    """Escapes control characters, so that a file's name cannot control the terminal."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -22,9 +22,9 @@ class _Formatter(logging.Formatter):
 
 
 def configure_logging(launch: Launch) -> None:
-    """Print this package's messages: all of them on rank 0, elsewhere warnings with the rank's number.
+    """Print all messages of this package on rank 0, and warnings with the rank's number on other ranks.
 
-    Lightning is not imported, because it takes seconds.
+    Lightning is not imported here, because the import takes seconds.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(f"rank {launch.rank}: %(message)s" if launch.rank else "%(message)s"))
@@ -38,7 +38,7 @@ def configure_logging(launch: Launch) -> None:
 
 
 def take_over_lightning(launch: Launch) -> None:
-    """Import Lightning, and print its messages through the root handler, on rank 0 only."""
+    """Import Lightning; print its messages through the root handler, and just errors if the rank is not 0."""
     import lightning
 
     logging.getLogger(lightning.__name__).handlers.clear()

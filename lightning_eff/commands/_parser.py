@@ -1,6 +1,6 @@
 """The command line as one argparse tree: words, options and examples of each verb.
 
-Nothing here imports torch, Lightning or Hydra, so that `--help` and completion answer at once.
+This module does not import torch, Lightning or Hydra, so `--help` and completion answer at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     """Raises an error instead of exiting, and suggests the nearest choice instead of listing all choices."""
 
     takes = ""
-    """The words of a verb besides its options, as its usage shows them."""
+    """Arguments of a verb besides its options, as the verb's usage line shows them."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -51,6 +51,7 @@ def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         value = kind(text)  # argparse reports a ValueError
+        # This comparison is also False for NaN.
         if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text}: expected at least {least}")
         return value
@@ -59,7 +60,7 @@ def _at_least(least: float, kind: type[float] = int) -> Callable[[str], float]:
 
 
 def _size(text: str) -> int:
-    """Read a size with its unit."""
+    """Parse a size with its unit into bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -225,7 +226,7 @@ VERBS: dict[str, Callable[[Parser], None]] = {
     "train": _train, "plan": _plan, "compare": _compare, "tune": _tune, "launch": _launch,
     "generate": _generate, "export": _export, "report": _report, "migrate": _migrate,
 }  # fmt: skip
-"""Functions that add the options of a verb."""
+"""By verb, the function that adds the verb's options."""
 WITHOUT_OPTIONS = {
     "doctor": ("", ""),
     "validate": (
@@ -264,13 +265,13 @@ WITHOUT_OPTIONS = {
 """,
     ),
 }
-"""Words and examples of the other verbs."""
+"""Arguments and examples of the verbs without options."""
 
 
 def build() -> tuple[Parser, dict[str, Parser]]:
     """Return the parser of the command line, and the parser of each verb."""
     common = argparse.ArgumentParser(add_help=False)
-    # SUPPRESS: otherwise the verb's parser would reset a flag that precedes the verb.
+    # Without SUPPRESS, the verb's parser would reset a flag that precedes the verb.
     for flag, about in (
         ("--json", "print JSON on the standard output"),
         ("--debug", "print full tracebacks"),
@@ -304,7 +305,7 @@ def build() -> tuple[Parser, dict[str, Parser]]:
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
     """Return the long options of a verb's parser."""
-    about = parser.format_help().removesuffix(parser.epilog or "")  # examples name options of other commands
+    about = parser.format_help().removesuffix(parser.epilog or "")  # its examples name other options
     return re.findall(r"--[a-z][\w-]*", about)
 
 
@@ -312,13 +313,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; options and other words of a verb may come in any order.
 
     Returns:
-        The options, `verb`, and `arguments` (the words after it). Verbs of recipes also have `recipe`,
-        `given` (the word typed for it) and `overrides`. Other verbs have `words`, and `word`: the first of
-        them, or an empty string. If a recipe is named by its file, the file's folder is the first entry of
-        `config_dir`. If it is named by a run's folder, `run` is that folder.
+        The options, `verb`, and `arguments` (the words after the verb). Verbs that take a recipe also have
+        `recipe`, `given` (the word that names the recipe) and `overrides`. Other verbs have `words`, and
+        `word`, which is the first word or an empty string. If a recipe is named by its file, the file's
+        folder is the first entry of `config_dir`. If a run's folder names the recipe, `run` is that folder.
 
     Raises:
-        UsageError: An option is unknown, the recipe or its file is missing, or there is a word too many.
+        UsageError: An option is unknown, the recipe or its file is missing, or there are too many words.
 
     Example:
         >>> options = parse(["train", "seed=2", "lm", "-m", "~callbacks"])
@@ -326,7 +327,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         ('lm', ['seed=2', '~callbacks'], True)
     """
     top, parsers = build()
-    # argparse knows the options; recipe and overrides may stand anywhere between them.
+    # argparse parses the options; recipe and overrides may stand anywhere between the options.
     options, rest = top.parse_known_args(words, argparse.Namespace(json=False, debug=False))
     parser = parsers.get(options.verb, top)
     unknown = [word for word in rest if word.startswith("-")]
@@ -349,7 +350,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_recipe(options: argparse.Namespace, rest: list[str], parser: Parser) -> None:
-    """Set recipe, overrides, and the other words of a verb, from the words that are no options."""
+    """Set recipe, overrides and further arguments of a verb, from the words that are not options."""
     if parser.takes == ON_CLUSTER:
         options.kind = rest.pop(0) if rest else ""
         if options.kind not in CLUSTERS:

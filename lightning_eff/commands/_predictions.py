@@ -1,4 +1,4 @@
-"""Write the results of `predict_step` to a file, one file per rank."""
+"""Write the results of `predict_step` to one file per rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_eff.checkpoint.atomic_io import AtomicFiles
 
 
 class Predictions(BasePredictionWriter):
-    """Saves `predictions`, one entry per batch, and `indices`, the positions of its samples in the data set.
+    """Saves two lists with one entry per batch: `predictions`, and `indices` of the samples in the data set.
 
-    With several loaders, both have one such list per loader. An earlier file of the same checkpoint is
-    replaced.
+    With several loaders, `predictions` and `indices` have one such list per loader. An earlier file of the
+    same checkpoint is replaced.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -28,7 +28,7 @@ class Predictions(BasePredictionWriter):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, predictions: Any, batch_indices: Any
     ) -> None:
         if trainer.world_size > 1:
-            # A rank has only its own samples; `indices` tell which.
+            # Each rank has a fraction of the samples; `indices` identify these samples.
             rank = f"-rank{trainer.global_rank}-of-{trainer.world_size}"
             self.file = self.file.with_name(f"{self.file.stem}{rank}.pt")
         indices = batch_indices[0] if len(batch_indices) == 1 else batch_indices

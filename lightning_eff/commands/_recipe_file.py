@@ -1,4 +1,4 @@
-"""Find the recipe that a word on the command line names, by its name or by its file."""
+"""Find the recipe that a word on the command line names, either by the recipe's name or by its file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
     also lie below one of the folders in `config_dir`.
 
     Raises:
-        UsageError: There is no such file.
+        UsageError: The file does not exist.
 
     Example:
         >>> find_recipe("train", "lm", ["mine"])
@@ -40,7 +40,7 @@ def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, l
 
 
 def words_of(word: str, config_dir: Sequence[str]) -> list[str]:
-    """Return the words that name the same recipe in another command.
+    """Return the command-line words with which another command finds the same recipe.
 
     Args:
         word: The recipe as typed.

@@ -38,7 +38,7 @@ class SavedRun:
     """Folder in which other ranks log their errors."""
 
     def build(self, **changes: Any) -> tuple[pl.Trainer, Any, Any, dict[str, Any]]:
-        """Build Trainer, data and model as `train` does, without loggers; return them and a summary."""
+        """Build Trainer, data and model as `train` does, without loggers; return all three and a summary."""
         import lightning.pytorch as pl
 
         from lightning_eff import run
@@ -48,6 +48,7 @@ class SavedRun:
         pl.seed_everything(values["seed"], workers=True, verbose=False)
         trainer = run.build_trainer(values)
         data = run.make("data", values["data"])
+        # Seed again as `train` does, so that initial weights depend on the seed alone.
         pl.seed_everything(values["seed"], workers=True, verbose=False)
         model = run.make("model", values["model"])
         step = read_for(self.checkpoint, trainer).get("global_step")
@@ -56,7 +57,7 @@ class SavedRun:
         return trainer, data, model, found
 
     def run(self, trainer: pl.Trainer, model: Any, **options: Any) -> Any:
-        """Call the verb's method of the Trainer.
+        """Call the Trainer's method for the verb.
 
         Raises:
             UsageError: The model or the data lack a method that the verb needs.
@@ -64,10 +65,10 @@ class SavedRun:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
         method = getattr(trainer, "predict" if self.verb == "generate" else self.verb)
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # logs the file twice
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # INFO logs the file twice
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")  # nothing is resumed
-            warnings.simplefilter("ignore", NoEffectWarning)  # of techniques for training
+            warnings.simplefilter("ignore", NoEffectWarning)  # training techniques
             try:
                 return method(model, ckpt_path=self.checkpoint, weights_only=True, **options)
             except MisconfigurationException as error:
@@ -79,7 +80,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
 
     Raises:
         UsageError: The config cannot be composed.
-        ConfigError: The config cannot be used, or there is no such checkpoint.
+        ConfigError: The config cannot be used, or the checkpoint does not exist.
     """
     with recipe_app(options.recipe, options.overrides, RecipePath.of(options.config_dir)) as app:
         configure_logging(launch)
@@ -89,13 +90,14 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
     from lightning_eff.config.ckpt_path import find_evaluated, task_folder, with_base
 
     typed = any(word.startswith("ckpt_path=") for word in options.overrides)
-    # A run's own config contains the checkpoint that it resumed from.
+    # A run's own config names the checkpoint that the run resumed from, not the checkpoint to evaluate.
     which = values["ckpt_path"] if typed or not options.run else None
     folder = Path(options.run) if options.run else task_folder(values, options.recipe)
     task = [word for word in options.overrides if word.startswith("task_name=")]
     words = [*words_of(options.given, options.config_dir), *task]
     checkpoint = find_evaluated(which, folder, remedy=f"lightning-eff train {shlex.join(words)}")
     check_local(values, f"{options.verb} runs on this machine")
+    # Without a request, `find_evaluated` returns the newest checkpoint.
     which = "last" if which in (None, "auto") else which
     values = with_base(values, checkpoint)
     return SavedRun(options.verb, values, checkpoint, which, notes, composed.run_dir)
@@ -104,7 +106,7 @@ def find_saved_run(options: argparse.Namespace, launch: Launch) -> SavedRun:
 def _on_one_device(
     values: dict[str, Any], overrides: Sequence[str], launch: Launch
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config with one device, unless the user has chosen devices, and notes about the change."""
+    """Change the config to one device, unless the user has chosen devices; return config and notes."""
     ranks = num_ranks(values["trainer"])
     if launch.by or any(word.lstrip("+").startswith(CHOOSES_DEVICES) for word in overrides):
         return values, []

@@ -1,4 +1,4 @@
-"""Measure a recipe's techniques: none, each alone, the unchanged recipe, all that helped combined."""
+"""Measure a recipe unchanged, without techniques, with each technique, and with all helpful techniques."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from lightning_eff.launch.job import check_local
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
-"""Groups that a row sets itself; the user's overrides of them apply only to the unchanged recipe."""
+"""Groups that rows set themselves; user overrides of these groups apply to the unchanged recipe alone."""
 IN_A_PROCESS = "a trial is a process of this machine"
 
 
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         _measure(options, planned, comparison)
-    finally:  # also show what was measured before an interruption
+    finally:  # after an interruption, too, show what was measured
         shutil.rmtree(folder / "runs", ignore_errors=True)
         rows = comparison.table_rows()
         reports = [result.report for result in comparison.results.get(BASELINE, []) if result.report]
@@ -91,9 +91,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, planned: dict[str, list[str]], comparison: TrialRounds) -> None:
-    """Run all rounds, and combine the techniques that helped alone."""
+    """Run all rounds, with a trial that combines the techniques that helped alone."""
     trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
-    # Right after the baseline, so that an early interruption leaves both.
+    # The unchanged recipe runs right after the baseline, so that an early interruption leaves both rows.
     trials.insert(1, recipe_trial(options, AS_IT_IS, []))
 
     def combine() -> list[Trial]:
@@ -124,12 +124,12 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
 
 
 def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
-    """Return whether the rules allow a combination; other trials are checked in their own process."""
+    """Return whether the rules allow a combination; trials of one technique are checked when they run."""
     from lightning_eff.core import rules
     from lightning_eff.run import build_trainer
 
     overrides = _overrides(options, own, OWN_GROUPS)
-    # Composing and building a Trainer applies all rules, without model and data.
+    # All rules can be applied to a composed config and a Trainer, without model and data.
     try:
         with redirect_stdout(sys.stderr):
             path = RecipePath.of(options.config_dir)
@@ -143,7 +143,7 @@ def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
 def recipe_trial(
     options: argparse.Namespace, name: str, own: Sequence[str], *, without: Sequence[str] = ()
 ) -> Trial:
-    """Return a trial: the recipe, the user's overrides except for the groups in `without`, and `own`."""
+    """Return a trial of the recipe with the user's overrides, except for groups in `without`, and `own`."""
     path = RecipePath.of(options.config_dir)
     words = [options.recipe, *_overrides(options, own, without), *path.options()]
     return Trial(name, list(own), functools.partial(train_recipe, words))

@@ -1,4 +1,4 @@
-"""Copy a recipe's file, to edit it; `train FILE` runs the copy, at first with the same composed config."""
+"""Copy a recipe's file for editing; `train FILE` runs the copy, at first with the same composed config."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def main(options: argparse.Namespace) -> int:
     chain = RecipeLoader(options.recipe, path).read_chain()
     source = path.folder_of(options.recipe) / f"{options.recipe}{SUFFIX}"
     target = _target(options.file, source)
+    # A copy with the name of a base recipe would hide the base, and build on itself.
     if target.stem in {*chain.recipes} - {options.recipe}:
         allowed = f"another name: {options.recipe} builds on {target.stem}"
         raise ConfigError(key="FILE", value=options.file, allowed=allowed)
@@ -41,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _target(word: str, source: Path) -> Path:
-    """Return the file to write, with a name that `train` accepts."""
+    """Return the file to write; reject a name that `train` would not accept."""
     check_path("FILE", word)
     target = Path(word) / source.name if Path(word).is_dir() else Path(word)
     if target.suffix != SUFFIX or "=" in word or word.startswith("~"):  # `train` would read an override

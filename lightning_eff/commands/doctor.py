@@ -1,4 +1,4 @@
-"""Check this machine: versions, GPU, compiler, disk; print one command per problem that fixes it."""
+"""Check versions, GPU, compiler and disk of this machine; print a command that fixes each problem."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckResult:
     status: str = "ok"
     """`ok`, `note` (a limitation) or `problem` (something does not work)."""
     fix: str = ""
-    """A command that fixes it; empty if nothing is wrong."""
+    """A command that fixes the problem; empty if there is no problem."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -121,6 +121,7 @@ def _host() -> Iterator[CheckResult]:
     yield check_result("disk", free >= MIN_DISK_BYTES, text, text, "output_root=/another/disk")
     is_writable, missing = os.access(Path.cwd(), os.W_OK), "read-only: runs cannot be written"
     yield check_result("this folder", is_writable, "writable", missing, "output_root=/yours")
+    # DataLoader workers pass batches through shared memory, which containers limit to 64 MiB by default.
     shared = Path("/dev/shm")  # noqa: S108 - inspected, not written to
     if shared.is_dir():
         size = shutil.disk_usage(shared).total

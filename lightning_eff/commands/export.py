@@ -1,4 +1,4 @@
-"""Export a run's adapter in PEFT's format, or its model with the adapter merged in, as safetensors."""
+"""Export a run's adapter in PEFT's format, or the model with the merged adapter, as safetensors."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def main(options: argparse.Namespace) -> int:
     if path is None or not path.exists():
         allowed = f"an existing checkpoint, or last with a complete one in {run_dir}"
         raise ConfigError(key="--checkpoint", value=options.checkpoint, allowed=allowed)
-    # A run's config is data: it is checked like any config before a class is created.
+    # A run's config is not trusted: it is checked like any config before a class is created.
     values = compose_recipe(Path(RESOLVED).stem, [], RecipePath((run_dir.resolve(),)), writes=False).values
     is_adapted = "peft_adapter" in (values.get("callbacks") or {})
     kind = "adapter" if is_adapted and not options.merge else "model"
     out = Path(options.out) if options.out else run_dir / "export" / kind
     check_inside("--out", str(out), root.resolve())
+    # `lexists` also detects a broken symbolic link.
     if os.path.lexists(out):
         allowed = "a folder that does not exist yet: nothing is overwritten"
         raise ConfigError(key="--out", value=str(out), allowed=allowed, remedies=[f"--out {out}-2"])

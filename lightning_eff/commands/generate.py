@@ -1,7 +1,7 @@
-"""Continue a prompt with a checkpoint of a language model, or answer it by a chat template.
+"""Continue a prompt with a checkpoint of a language model, or answer the prompt by a chat template.
 
-`Trainer.predict` runs with the prompt as its only batch, so precision, adapters and quantization are those of
-the run. `torch_compile` is off, because it would compile for each length of the text.
+`Trainer.predict` runs with the prompt as a single batch, so precision, adapters and quantization are the same
+as in the run. `torch_compile` is off, because it would compile the model again for each length of the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(options: argparse.Namespace) -> int:
     saved = find_saved_run(options, Launch.of())
     if num_ranks(saved.values["trainer"]) > 1:
         raise UsageError("generate: it runs on one device\n  try: trainer.devices=1 strategy=auto")
-    with redirect_stdout(sys.stderr):  # output of the model
+    with redirect_stdout(sys.stderr):  # the model may print
         found = _generate(saved, options, prompt)
     if options.json:
         print_json(found)
@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _read_prompt(options: argparse.Namespace) -> str:
-    """Return the prompt: the option's, or stdin without its final line break.
+    """Return the prompt from `--prompt`, or from stdin without the final line break.
 
     Raises:
         UsageError: There is no prompt.
@@ -69,7 +69,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     one_batch = saved.values["trainer"] | {"limit_predict_batches": 1}
     trainer, data, model, found = saved.build(callbacks=callbacks, monitors={}, trainer=one_batch)
     if hasattr(model, "generate") and not hasattr(data, "tokenizer"):
-        data.prepare_data()  # for a tokenizer that is trained on the text: both are cached
+        data.prepare_data()  # may train a tokenizer, which is then cached
         data.setup("predict")
     check_language_model(model, data, user="generate")
     ids = _chat_prompt(data, prompt, options.system) if options.chat else encode_prompt(data, prompt)
@@ -77,7 +77,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     if len(ids) > context:
         key, allowed = "--prompt", f"at most {context}, the context of the model"
         raise ConfigError(key, f"{len(ids)} tokens", allowed=allowed, remedies=["a shorter prompt"])
-    # Only typed options are passed: GPT is greedy by default, other models have a generation config.
+    # Options that the user did not type are not passed, so that a model's own generation config applies.
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
     typed = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if len(typed) > 1 or options.seed is not None or options.num_samples > 1:
@@ -95,8 +95,9 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
     loader: Any = DataLoader([torch.tensor(ids)])  # pyright: ignore[reportArgumentType]
     (rows,) = saved.run(trainer, model, dataloaders=loader)
     end = getattr(getattr(data, "training_tokenizer", None), "eos_id", None)
+    # Tokens after the first end token are not part of the answer.
     rows = [row[: row.index(end)] if end in row else row for row in rows]
-    # Decode prompt and text together, since a tokenizer may drop the space before a first word.
+    # Decode the prompt with the text, since a tokenizer may drop the space before a first word.
     start = len(data.tokenizer.decode(ids, skip_special_tokens=True))
     texts = [data.tokenizer.decode([*ids, *row], skip_special_tokens=True)[start:] for row in rows]
     return {**found, "notes": saved.notes, "prompt": prompt, **typed, "tokens": rows, "texts": texts}
@@ -106,7 +107,7 @@ def _chat_prompt(data: Any, prompt: str, system: str | None) -> list[int]:
     """Return the tokens of a conversation up to the answer, by the chat template of the data's tokenizer.
 
     Raises:
-        UsageError: There is no template, or it rejects the conversation.
+        UsageError: There is no template, or the template rejects the conversation.
     """
     tokenizer = getattr(data, "training_tokenizer", None)
     if tokenizer is None or not (tokenizer.has_own_template or data.field != "text"):

@@ -1,8 +1,8 @@
-"""Print the file that starts a run on a cluster: `slurm` for sbatch, `k8s` for kubectl; nothing starts.
+"""Print the file that starts a run on a cluster, for `slurm` (sbatch) or `k8s` (kubectl); start nothing.
 
-Each file starts the same command on every machine. The command reads the number of ranks from its launcher
+The file starts the same command on every machine. The command reads the number of ranks from its launcher
 (`trainer.devices=auto`). A restarted job resumes with `ckpt_path=auto` from its newest checkpoint, in a
-folder that all machines share. The files are rendered from `launch/templates/`.
+folder that all machines share. The file is rendered from a template in `launch/templates/`.
 
 Source: https://slurm.schedmd.com/sbatch.html; the schemas of Kubeflow Trainer 2.3 (TrainJob v1alpha1), JobSet
 (v1alpha2) and KubeRay (RayJob v1).
@@ -31,7 +31,7 @@ from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import check_local, num_devices
 
 SHARED = "/outputs"
-"""Mount point of the runs' volume in a pod, unless `output_root` differs."""
+"""Mount point of the runs' volume in a pod, unless the user sets `output_root`."""
 NOTICE_S = 120
 """Seconds before a job's time limit at which SLURM sends its signal."""
 _TEMPLATES = jinja2.Environment(
@@ -60,7 +60,7 @@ class ClusterJob:
         tasks: Ranks on each machine.
         image: Container image with the package.
         claim: PersistentVolumeClaim for the runs, mounted by pods on several machines at once.
-        folder: Mount point in the pods.
+        folder: Mount point of the claim in the pods.
     """
 
     recipe: str
@@ -73,7 +73,7 @@ class ClusterJob:
     folder: str = SHARED
 
     def file(self, kind: str) -> str:
-        """Return the text of the file.
+        """Return the text of the job's file.
 
         Args:
             kind: `slurm`, a script that is requeued when its time is over or a machine fails; `trainjob` for
@@ -116,7 +116,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: RecipePath) -> ClusterJob:
-    """Return the job to start; the cluster's number of devices replaces the recipe's."""
+    """Return the job to start; the cluster's number of devices replaces the number in the recipe."""
     words = list(options.overrides)
     for key, asked in (("devices", options.gpus), ("num_nodes", options.nodes)):
         found = trainer.get(key, "auto")
@@ -126,7 +126,7 @@ def _job(options: argparse.Namespace, trainer: dict[str, Any], root: str, path: 
             allowed = f"auto: {option} {asked} sets how many start"
             remedies = [f"leave {by_user} out"]
             raise ConfigError(key=f"trainer.{key}", value=found, allowed=allowed, remedies=remedies)
-        # The ranks that the cluster starts decide: a number in the config would contradict them.
+        # The cluster decides the number of ranks, which a number in the config might contradict.
         if found != "auto":
             words = [word for word in words if word != by_user] + [f"trainer.{key}=auto"]
     given = {"--kind": options.kind_of_job, "--image": options.image, "--claim": options.claim}

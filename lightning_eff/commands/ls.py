@@ -1,4 +1,4 @@
-"""List recipes and techniques, one line each; `ls NAME` shows one in full."""
+"""List recipes and techniques, one line each; `ls NAME` describes an entry in full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(options: argparse.Namespace) -> int:
 
         folders = RecipePath.of(options.config_dir).folders
     word, entries = options.word, [*catalog.recipes(folders), *catalog.options(folders)]
-    # An entry is named by its full name, or by its last part if that is unique.
+    # A word names an entry by its full name, or by the last part of the name if that part is unique.
     exact = [entry for entry in entries if entry.name == word]
     short = [entry for entry in entries if entry.name.rpartition("/")[2] == word]
     if exact or len(short) == 1:

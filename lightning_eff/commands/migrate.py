@@ -17,11 +17,11 @@ PLACEHOLDERS = {
     "model.name": ("NAME", "NAME is a model on the hub, or its folder"),
     "data.paths": ("PATH", "PATH is a file, a folder, or hf://datasets/OWNER/NAME"),
 }
-"""Settings that a language model's recipe needs: what the command has if the file lacks them, and a note."""
+"""For each setting that a language model's recipe needs, a placeholder if the file lacks it, and a note."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the verb; if the command cannot be composed, return its error's exit code."""
+    """Run the verb; if the found command cannot be composed, return the exit code of the error."""
     if not options.word:
         raise UsageError("migrate: expected a file\n  try: lightning-eff migrate training_args.json")
     check_path("FILE", options.word)
@@ -37,11 +37,11 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     """Convert another tool's file; return the command as plain values, and the exit code.
 
     Args:
-        file: JSON or YAML.
-        source: Name of the tool; None detects it from the keys.
+        file: JSON or YAML file of the tool.
+        source: Name of the tool; with None, the tool is detected from the keys.
 
     Raises:
-        UsageError: The file, or a file that it names, cannot be read, or belongs to no known tool.
+        UsageError: The file or a file named in it cannot be read, or the file belongs to no known tool.
     """
     from lightning_eff.commands._migration.engine import Migration
     from lightning_eff.commands._migration.tables import read_file, read_table, recognize
@@ -57,8 +57,10 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
     words = [f"{key}={PLACEHOLDERS[key][0]}" for key in missing]
     words += [setting.word for setting in found.settings.values()]
     notes += [PLACEHOLDERS[key][1] for key in missing]
+    # Model and data come first, because the user has to fill in their placeholders.
     words.sort(key=lambda word: not word.startswith(("model", "data")))
-    # Composing a class imports it, so classes that a file names are left out: its code must not run.
+    # Composing a config imports its classes. Classes that the file names are left out, since their code must
+    # not run.
     named = {key for key, _, value in (word.partition("._target_=") for word in words) if value}
     if named:
         notes.append(f"not checked, since that would import your classes: {', '.join(sorted(named))}")

@@ -1,4 +1,4 @@
-"""Show what a recipe would switch on, who set it, and what cannot be combined; train nothing."""
+"""Show the techniques that a recipe switches on, where they are set and which conflict; train nothing."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from lightning_eff.planner.printing import Plan
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
-"""Techniques that a recipe sets through a group of another name."""
+"""Recipe group that sets a technique, if the group has another name than the technique's folder."""
 VERDICTS = ("on", "fine", "adjusted", "warned", "REJECTED")
-"""In increasing severity."""
+"""Verdicts on a technique, in increasing severity."""
 
 
 @dataclass
 class PlanRow:
-    """A technique, its non-default arguments, and what the rules found, with remedies."""
+    """A technique, its non-default arguments, and the findings of the rules with remedies."""
 
     technique: str
     asked: dict[str, Any]
@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> int:
     else:
         width = line_width(WIDTH) or WIDTH
         for line in str(plan).splitlines():
-            fits = len(line) <= width  # table lines do so already
+            fits = len(line) <= width  # lines of a table already fit
             wrapped = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False)
             sys.stdout.write(f"{line if fits else wrapped}\n")
     raise_rejected(findings)
@@ -98,10 +98,11 @@ def split_device(words: Sequence[str]) -> tuple[Device | None, int | None, list[
     """Remove `device=NAME` and `device.memory=SIZE`, which look like overrides, from the words.
 
     Returns:
-        The device to plan for and its memory in bytes, None for the run's own; and the other words.
+        The device to plan for, its memory in bytes, and the other words. Device or memory are None if the
+        run's own apply.
 
     Raises:
-        ConfigError: A name or a size is not known.
+        ConfigError: The name of the device is unknown, or the size cannot be parsed.
     """
     own = dict(word.split("=", 1) for word in words if word.startswith(("device=", "device.memory=")))
     others = [word for word in words if word.partition("=")[0] not in own]
@@ -161,7 +162,7 @@ def _judge(
 
     objects = rules.trainer_components(trainer)
     facts = rules.run_facts(trainer)
-    if gpu is not None and not gpu.is_cpu:  # its facts replace this machine's
+    if gpu is not None and not gpu.is_cpu:  # facts of the GPU replace this machine's
         here = ("machine/emulated_", "machine/float8", "run/cpu")
         facts = {name: text for name, text in facts.items() if not name.startswith(here)}
         facts |= {"run/cuda": f"device {gpu.name}"} | gpu_facts(gpu.capability)
@@ -175,12 +176,13 @@ def _judge(
             group, _, option = GROUP_OF.get(name, name).partition("/")
             set_by = _set_by(chain, overrides, group, option)
             rows[name] = PlanRow(name, non_default_config(technique), "on", set_by)
-    # A finding may be about a part of the Trainer that is no technique: it gets a row too.
+    # A finding may be about a part of the Trainer that is not a technique. Such a part gets a row too.
     for finding in findings:
         row = rows.setdefault(finding.technique, PlanRow(finding.technique, {}, "on", ""))
         verdict = finding.rule.verdict.value
         verdict = "REJECTED" if verdict == "rejected" else verdict
         row.will_be = max(row.will_be, verdict, key=VERDICTS.index)
+        # The row already shows the technique, which is the first word of the sentence.
         row.why.append(str(finding).splitlines()[0].partition(" ")[2])
         row.remedies += map(str, finding.rule.remedies[:3])
     return list(rows.values()), findings
@@ -201,7 +203,7 @@ def _format_rows(rows: Iterable[PlanRow]) -> str:
 
 
 def _set_by(chain: RecipeChain, overrides: Sequence[str], group: str, name: str) -> str:
-    """Return the recipe or override that chooses a group's option, and the overrides that change it."""
+    """Return the recipe or override that chooses an option, and the overrides that change the option."""
     is_many = group in MULTI_CHOICE_GROUPS
     setters = [f"recipe {chain.setter(group, name if is_many else None)}"]
     for item in parse_overrides(overrides):

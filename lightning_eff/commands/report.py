@@ -1,8 +1,8 @@
 """Show the report of a run again and rebuild its page, or compare several runs side by side.
 
 The table of several runs has the settings that differ, the figures, and ratios to the first run. A run on
-another machine or with other versions gets no ratios, because it is not comparable. A sweep prints the same
-table at its end.
+another machine or with other versions gets no ratios, because such a run is not comparable. A sweep prints
+the same table at its end.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RunReport:
     report: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Efficiency report; empty if the run has none."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The composed config; empty for a run without a recipe, or one that failed before it was built."""
+    """The composed config; empty for a run without a recipe, or for a run that failed before it was built."""
     overrides: Sequence[str] = ()
-    """The typed overrides; kept only if there are no settings."""
+    """Overrides that the user typed; empty if there are settings."""
 
 
 def main(options: argparse.Namespace) -> int:
@@ -84,7 +84,7 @@ def _show_one(run: RunReport, *, as_json: bool) -> None:
 
 
 def show_several(runs: list[RunReport], metric: str = VAL_LOSS, *, as_json: bool) -> None:
-    """Print runs side by side; `metric` is any metric that they log."""
+    """Print a table of several runs; `metric` is the name of a metric that the runs log."""
     compared = compare_runs(runs, metric)
     if as_json:
         print_json(compared)
@@ -96,12 +96,12 @@ def find_runs(word: str, root: Path) -> list[Path]:
     """Return the folders of the runs that a word names.
 
     Args:
-        word: A run's folder; a sweep's folder, for all its runs; or a recipe's name or file, for its newest
-            run.
+        word: A run's folder, a sweep's folder (for all runs of the sweep), or the name or file of a recipe
+            (for the newest run of the recipe).
         root: Folder of all runs.
 
     Raises:
-        ConfigError: It names no run.
+        ConfigError: The word names no run.
     """
     check_path("RUN", word)
     path = Path(word)
@@ -123,7 +123,7 @@ def find_runs(word: str, root: Path) -> list[Path]:
 
 
 def numbered_runs(sweep: Path) -> list[Path]:
-    """Return the folders of a sweep's runs in order."""
+    """Return the folders of a sweep's runs in numerical order."""
     folders = sweep.iterdir() if sweep.is_dir() else ()
     numbered = [each for each in folders if each.is_dir() and each.name.isdecimal()]
     return sorted(numbered, key=lambda each: int(each.name))
@@ -146,7 +146,7 @@ def read_run(folder: Path, root: Path) -> RunReport:
         ConfigError: The report is damaged, or its version is not supported.
         UsageError: The config is damaged.
     """
-    from lightning_eff.report.files import read_report  # imports torch: reject a misspelt run first
+    from lightning_eff.report.files import read_report  # imports torch, which takes long
 
     settings = _content(folder / RESOLVED, {})
     root = Path(str(settings.get("output_root") or root)).resolve()
@@ -162,7 +162,7 @@ def read_run(folder: Path, root: Path) -> RunReport:
 
 
 def _content(file: Path, default: Any) -> Any:
-    """Return a YAML file's content; `default` if it is missing or has another type."""
+    """Return a YAML file's content; return `default` if the file is missing or holds another type."""
     content = read_yaml(file).content if file.is_file() else default
     return content if isinstance(content, type(default)) else default
 
@@ -188,7 +188,7 @@ def compare_runs(runs: Sequence[RunReport], metric: str = VAL_LOSS) -> dict[str,
 
     Args:
         runs: One or more runs.
-        metric: A metric that the runs log, for the column after the training loss.
+        metric: Name of a logged metric, for the column after the training loss.
     """
     from lightning_eff.config.ckpt_path import portable_settings  # imports Lightning
 
@@ -241,8 +241,8 @@ def _row(run: RunReport, settings: Mapping[str, str | None] | None) -> dict[str,
 def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
     """Return for each config, by dotted key, the settings that differ between the configs.
 
-    A setting that a config lacks is None. The setting of an object is its class. If classes differ, only
-    arguments that all of them have are compared.
+    A setting that a config lacks is None. An object counts as a setting whose value is the object's class. If
+    classes differ, only the arguments that all these classes have are compared.
 
     Example:
         >>> setting_differences([{"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}, {"a": 1}])
@@ -251,6 +251,7 @@ def setting_differences(configs: Sequence[Any]) -> list[dict[str, str | None]]:
     flat = [_flatten(config) for config in configs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
     differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
+    # If the classes of an object differ, skip arguments that some of the classes do not have.
     shown = [
         key
         for key in differing
@@ -282,7 +283,7 @@ def comparison_lines(compared: Mapping[str, Any]) -> list[str]:
 
 def _cells(row: Mapping[str, Any], metric: str) -> list[str]:
     def cell(value: Any, form: Callable[[Any], str]) -> str:
-        return "-" if value is None else value if isinstance(value, str) else form(value)  # a string is NaN
+        return "-" if value is None else value if isinstance(value, str) else form(value)  # NaN is text
 
     settings = "unknown"
     if row["settings"] is not None:

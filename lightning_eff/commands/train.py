@@ -1,4 +1,4 @@
-"""Train a recipe, with overrides; `-m` sweeps, `--cfg job` prints the config, `ckpt_path=last` resumes."""
+"""Train a recipe with overrides; `-m` runs a sweep, `--cfg job` prints the config, `ckpt_path=` resumes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _train(options: argparse.Namespace, launch: Launch) -> int:
     with recipe_app(options.recipe, options.overrides, path) as app:
         if options.cfg or options.info:
             app.show(options.cfg, info=options.info)
-            return EXIT_OK  # before a log handler is added: Hydra adds one, and would print twice
+            return EXIT_OK  # without this package's log handler, because Hydra adds one here
         configure_logging(launch)
         job = Job(options.recipe, path, launch, as_json=options.json, is_sweep=options.multirun)
         if options.multirun:
@@ -99,27 +99,27 @@ def _run(app: RecipeApp, job: Job, overrides: Sequence[str]) -> Ended:
 
 
 def _run_here(app: RecipeApp, job: Job, composed: Composed, overrides: Sequence[str]) -> Ended:
-    """Build a run, and fit it in the folder that Hydra then creates; a rejected run leaves no folder."""
+    """Build a run, and then fit it in a folder that Hydra creates; a rejected run leaves no folder."""
     check_tasks(composed.values["trainer"], job.launch)
-    # Ranks of a launcher compose for themselves, at slightly different times: rank 0's folder applies.
+    # The ranks of a launcher compose their folder's name at different times, so rank 0's folder applies.
     run_dir = shared_run_dir(job.launch, composed.run_dir, has_default_name=composed.has_default_run_dir)
     composed = composed if run_dir == composed.run_dir else app.check(run_dir)
     try:
-        # In a list that `Job.fit` empties, so that no variable here keeps the run in memory.
+        # The run is in a list that `Job.fit` empties, so that no variable here keeps the run in memory.
         built = [job.build(composed.values, run_dir)]
     except (MemoryError, RuntimeError) as error:
         if (explained := job.explain(error, overrides)) is error:
             raise
         raise explained from None
     make_folder(run_dir.parent)
-    if built[0].is_finished:  # an earlier run finished it, and has a folder
+    if built[0].is_finished:  # an earlier process finished this run, and the folder exists
         return Ended(built[0].fit())
     fit = partial(job.ended, partial(job.fit, built), overrides, run_dir)
     return app.run(lambda _: fit(), run_dir, save_config=not job.launch.rank)
 
 
 def _run_sweep(app: RecipeApp, job: Job) -> None:
-    """Check and run a sweep; at its end, even after an error, print only the table of its runs."""
+    """Check and run a sweep; at the end, even after an error, print the table of its runs to stdout."""
     folder, metric = app.check_sweep()
     try:
         with redirect_stdout(sys.stderr):
@@ -145,9 +145,9 @@ class Ended:
 
 @dataclass
 class Job:
-    """How a recipe's runs are started, in this process or in others, and how their errors are shown.
+    """Starts a recipe's runs, in this process or in other processes, and explains errors of the runs.
 
-    A launcher plugin may pickle it and use it in another process.
+    A launcher plugin may pickle a job and use it in another process.
     """
 
     recipe: str
@@ -158,34 +158,36 @@ class Job:
     _memory: Any = None
 
     def run_ranks(self, values: Mapping[str, Any], overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-        """Run each rank in a separate process, which composes its config again; return the report."""
+        """Run each rank in a separate process, which composes the config again; return the report."""
         words = [self.recipe, *overrides, *self.path.options()]
         if values.get("launch"):
             from lightning_eff import run
             from lightning_eff.launch import ray_driver
 
             ray = run.make("launch", values["launch"])
-            # Ray decides the number of workers; only devices that the user typed can contradict it.
+            # Ray decides the number of workers. Device counts of the recipe are ignored, and counts that the
+            # user typed are checked.
             typed = {str(item.key_or_group) for item in parse_overrides(overrides)}
             recipes_own = [key for key in ("devices", "num_nodes") if f"trainer.{key}" not in typed]
             ray.check({**values, "trainer": values["trainer"] | dict.fromkeys(recipes_own, "auto")})
             return ray_driver.run(ray, train_in_worker, words, folder)
         check_global_batch(values, num_ranks(values["trainer"]))
-        is_read = self.as_json or self.is_sweep  # stdout, as JSON or for the table
+        is_read = self.as_json or self.is_sweep  # stdout is read, as JSON or for the table
         return run_ranks(words, folder, values["trainer"], as_json=is_read)
 
     def build(self, values: Mapping[str, Any], run_dir: Path) -> Run:
         """Build a run from its checked config."""
         take_over_lightning(self.launch)
-        from lightning_eff import run  # takes seconds: after all rejections that do not need it
+        from lightning_eff import run  # takes seconds, so settings are checked before
 
         self._memory = host_memory.host_memory_limit()  # after the imports, before the run allocates
         return run.build(values, recipe=self.recipe, run_dir=run_dir, launch=self.launch)
 
     def fit(self, built: list[Run]) -> dict[str, Any]:
-        """Train the only run in the list, and remove it from the list; return its report.
+        """Remove the single run from the list, and train it; return the run's report.
 
-        Then no caller keeps a reference to the run, so its memory can be freed after an OOM error.
+        With an empty list, no caller keeps a reference to the run, so its memory can be freed after an OOM
+        error.
         """
         from lightning_eff.launch.stop import ended_together
 
@@ -194,12 +196,12 @@ class Job:
             return run.fit()
 
     def ended(self, start: Callable[[], dict[str, Any]], overrides: Sequence[str], folder: Path) -> Ended:
-        """Run `start` in a run's folder; return its report, or its error."""
+        """Call `start`, which trains in a folder; return the report of the run, or its error."""
         try:
             return Ended(start())
         except BaseException as error:  # noqa: BLE001 - Hydra would print its own frames, even around Ctrl-C
             path = error_log(folder, self.launch.rank)
-            # The process of a rank may have written or reported it already.
+            # The process of a rank may have written or reported the error already.
             is_new = not (error.__dict__.get("is_reported") or path.exists())
             if exit_code(error) != EXIT_OK and is_new:
                 text = hide_secrets("".join(traceback.format_exception(error)))
@@ -236,7 +238,7 @@ def last_value(report: Mapping[str, Any], metric: str) -> float:
     """Return a run's last value of a metric, from Lightning's final `callback_metrics`.
 
     Raises:
-        SweepRunError: The run has not logged it, or it is NaN, which no sweeper can use.
+        SweepRunError: The run has not logged the metric, or the value is NaN, which no sweeper can use.
     """
     metrics: Mapping[str, Any] = report.get("metrics", {})
     if metric not in metrics:
@@ -252,7 +254,7 @@ def last_value(report: Mapping[str, Any], metric: str) -> float:
 
 
 class _SweepJob:
-    """Called by Hydra for each run of a sweep; a launcher plugin may call it in another process."""
+    """Hydra calls an instance for each run of a sweep; a launcher plugin may call it in another process."""
 
     def __init__(self, job: Job, loader: RecipeLoader) -> None:
         self._job = job
@@ -261,7 +263,7 @@ class _SweepJob:
 
     @keep_overrides()
     def __call__(self, cfg: DictConfig) -> float | None:
-        """Run one job, composed by Hydra and without Hydra's section, in the folder that Hydra created.
+        """Run one job in the folder that Hydra created; `cfg` is composed by Hydra, without Hydra's section.
 
         Returns:
             The last value of the metric that the sweep optimizes.
@@ -269,7 +271,7 @@ class _SweepJob:
         Raises:
             BaseException: The sweep was stopped.
             SweepRunError: The run failed. Hydra's own sweeper runs the other jobs before it raises the error;
-                a searching sweeper counts it.
+                a sweeper that searches counts the failed runs.
         """
         hydra, job = HydraConfig.get(), self._job
         # A process that a launcher plugin has started has no logging yet.
@@ -277,7 +279,7 @@ class _SweepJob:
             job.launch = Launch.of()
             configure_logging(job.launch)
         folder, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
-        with reports_in_brief():  # reports would bury the table
+        with reports_in_brief():  # full reports would bury the table
             ended = job.ended(partial(self._run, cfg, overrides, folder), overrides, folder)
         if job.launch.rank:
             return None
@@ -286,7 +288,7 @@ class _SweepJob:
             return None if metric is None else last_value(ended.report, metric)
         if exit_code(ended.failure) in STOPPED:
             raise ended.failure
-        # The error is pickled if the run had its own process; a traceback cannot be, so its path is named.
+        # An error from another process is pickled, without its traceback, so the traceback's path is named.
         place = f" (traceback: {path})" if (path := ended.failure.__dict__.get("error_log")) else ""
         first, *rest = root_cause_line(ended.failure).splitlines()
         raise SweepRunError(

@@ -1,12 +1,12 @@
-"""Find the fastest combination of techniques that fits, with the same training and global batch.
+"""Find the fastest combination of techniques that fits in memory, with the same training and global batch.
 
-`tune` measures like `compare`, with the recipe as the baseline. In the first round each change is measured
-alone, in the second round the faster half of them. Then all combinations of changes that were faster beyond
-the noise join, and the third round measures the faster half of everything. Memory is checked twice: before a
-trial by the planner's prediction, after it by the measured peak.
+`tune` measures like `compare`, with the recipe as the baseline. The first round measures each change alone,
+and the second round measures the faster half of the changes. Then all combinations of changes that were
+faster beyond the noise are added. The third round measures the faster half of all trials. Memory is checked
+twice: by the planner's prediction before a trial, and by the measured peak after the trial.
 
-Each result is stored as soon as it is known, in a folder whose name is a hash of everything that the result
-depends on. So the same command continues after an interruption.
+Each result is stored as soon as it is known. The name of the folder is a hash of everything that a result
+depends on, so the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from lightning_eff.prediction.predict import quietly
 from lightning_eff.run import build_trainer, model_without_memory
 
 NUM_COMBINED = 4
-"""All combinations of this many changes are tried: of the changes that helped most alone."""
+"""Number of the most helpful changes whose combinations are all tried."""
 NUM_ROUNDS = 3
 UNCHANGED: Change = ()
 
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
     until = time.monotonic() + 60 * options.minutes
     with redirect_stdout(sys.stderr):
         memory = DeviceMemory.of(devices.of(build_trainer(values).strategy.root_device))
-        # `--memory` limits the step, whatever this process has allocated already.
+        # `--memory` is the limit of a step, so memory that this process has allocated does not count.
         if options.memory is not None:
             name = f"{memory.name} (--memory)"
             memory = replace(memory, name=name, memory_bytes=options.memory, taken_bytes=0)
@@ -106,10 +106,10 @@ def name_of(change: Change) -> str:
 
 
 def _base(recipe: AdvisedRecipe, until: float) -> Change:
-    """Return the changes that make the recipe fit; empty if it fits unchanged.
+    """Return the changes that make the recipe fit; no changes if the unchanged recipe fits.
 
     Raises:
-        RunOutOfMemoryError: No change makes it fit.
+        RunOutOfMemoryError: No combination of changes makes the recipe fit.
     """
     free_bytes = recipe.memory.free_bytes
     needed = recipe.forecast(()).num_bytes
@@ -125,12 +125,12 @@ def _base(recipe: AdvisedRecipe, until: float) -> Change:
 
 
 def _changes(options: argparse.Namespace, recipe: AdvisedRecipe, base: Change) -> list[Change]:
-    """Return the changes to try, without changes of keys that the user has set."""
+    """Return the changes to try, except changes of keys that the user has set."""
     values = recipe.compose(base) if base else recipe.values
     try:
         facts = set(run_facts(build_trainer(dict(values)), model_without_memory(values)))
     except Exception:  # noqa: BLE001 - a user's class may raise anything
-        facts = {"run/batch_norm"}  # assume batch norm: the number of samples computed at once matters
+        facts = {"run/batch_norm"}  # assume batch norm, which depends on the micro-batch size
     peak = recipe.forecast(base).peak
     facts |= {f"peak/{holder.operation}" for holder in peak.holders} if peak is not None else set()
     typed: set[str] = set()
@@ -159,7 +159,7 @@ def combinations(helped: Sequence[Change]) -> list[Change]:
     """
     best = helped[:NUM_COMBINED]
     found: list[Change] = []
-    # The largest first, since time may run out.
+    # The largest combinations come first, since time may run out.
     for number in range(len(best), 1, -1):
         for chosen in itertools.combinations(best, number):
             pairs = itertools.combinations(chosen, 2)
@@ -171,7 +171,8 @@ def combinations(helped: Sequence[Change]) -> list[Change]:
 def fingerprint(
     values: Mapping[str, Any], memory: DeviceMemory, base: Change, limit_s: float, steps: int
 ) -> str:
-    """Return a hash of everything that a result depends on."""
+    """Return a hash of everything that the result of a trial depends on."""
+    # Speed also depends on the version of torch and on the number of CPU threads.
     device = (memory.name, memory.memory_bytes)
     length = (limit_s, steps)
     about = [portable_settings(values), device, base, length, torch.__version__, torch.get_num_threads()]
@@ -181,13 +182,13 @@ def fingerprint(
 
 @dataclass
 class Search:
-    """The search for one recipe.
+    """The search for the fastest combination of changes to a recipe.
 
     Args:
-        recipe: Predicts the memory of a step.
-        rounds: Runs the trials; includes results of earlier calls.
-        trial: Returns the trial of a change.
-        base: Changes that make the recipe fit; part of every trial.
+        recipe: Recipe that predicts the memory of a step with changes.
+        rounds: Rounds that run the trials, with the results of earlier calls.
+        trial: Function that returns the trial of a change.
+        base: Changes that make the recipe fit; they are part of every trial.
     """
 
     recipe: AdvisedRecipe
@@ -202,7 +203,8 @@ class Search:
             UsageError: The recipe itself cannot be measured.
         """
         first = self._tried([UNCHANGED])
-        for _ in range(2):  # the difference is the noise, even if there is no time for a second round
+        # Two rounds of the baseline give the noise, even if no time is left for a second round of changes.
+        for _ in range(2):
             self.rounds.run_round(first)
         for row in self.rows():
             if row.reason or row.excluded:
@@ -214,12 +216,13 @@ class Search:
         return next(map(self._change_of, faster(self.rows())), UNCHANGED)
 
     def _change_of(self, row: ComparisonRow) -> Change:
+        # The overrides of every trial begin with the overrides of `base`.
         return tuple(row.overrides[len(self.base) :])
 
     def _tried(self, changes: Sequence[Change]) -> list[Trial]:
-        """Return the trials of some changes; one that the rules reject or that cannot fit gets its reason.
+        """Return the trials of changes; record a reason for trials that are rejected or cannot fit.
 
-        Changes that there is no time for are left out.
+        Changes for which no time is left are skipped.
         """
         trials: list[Trial] = []
         for change in changes:
@@ -245,17 +248,18 @@ class Search:
         return f"{how} peak {size}, more than {human_bytes(free)}" if num_bytes > free else ""
 
     def _combined(self) -> list[Trial]:
-        """Return all combinations of the changes that were faster alone."""
+        """Return the trials of all combinations of the changes that were faster alone."""
         return self._tried(combinations([self._change_of(row) for row in faster(self.rows())]))
 
     def _faster_half(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return the recipe's trial, and the faster half of the other trials that may be proposed."""
+        """Return the recipe's trial, and the faster half of the other trials that may be recommended."""
         rates = {row.technique: row.samples_per_s or 0.0 for row in self.rows() if can_win(row)}
         able = sorted((each for each in trials if each.name in rates), key=lambda each: -rates[each.name])
+        # The first trial is the recipe, which every round needs as the baseline.
         return [*trials[:1], *able[: (len(able) + 1) // 2]]
 
     def rows(self) -> list[ComparisonRow]:
-        """Return the table so far; a row is excluded if it does not fit or a change in it has no effect."""
+        """Return the rows so far; exclude a row that does not fit, or in which a change has no effect."""
         rows = self.rounds.table_rows()
         for row in rows:
             change = self._change_of(row)
@@ -271,7 +275,7 @@ class Search:
 
 
 def _report(options: argparse.Namespace, search: Search, best: Change) -> int:
-    """Print the table, and in the last line the command that uses the result."""
+    """Print the table, and as the last line the command that applies the best changes."""
     rows, change = search.rows(), (*search.base, *best)
     row = next((each for each in rows if each.technique == name_of(best)), None)
     is_measured = row is not None and row.samples_per_s is not None

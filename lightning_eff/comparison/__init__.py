@@ -1,5 +1,6 @@
-"""Measure techniques against a baseline: plan trials, run each in a process, build the table.
+"""Measure techniques against a baseline: plan trials, run each trial in its own process, build the table.
 
-`compare` and `tune` use it, and `lightning_eff.compare` (modules.py) from Python. trial_plan.py plans trials,
-rounds.py runs them by subprocess_trial.py, result_table.py and judgement.py evaluate them.
+The verbs `compare` and `tune` use this package; so does the function `lightning_eff.compare` (modules.py).
+trial_plan.py plans trials. rounds.py runs them with subprocess_trial.py. result_table.py and judgement.py
+evaluate the results.
 """

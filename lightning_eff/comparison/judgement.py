@@ -1,12 +1,12 @@
-"""Judge measured rows against the baseline: ratios, losses, which rows are excluded, and the verdict.
+"""Judge measured rows against the baseline: ratios, differences of losses, exclusions and the verdict.
 
-Even two measurements of the same training differ. This noise is the larger of two estimates. One is the
-distance from 1 of the speed ratio of a row without effect. The other is twice the usual difference of the
-rounds of a trial: twice, because the row and the baseline both vary. Only a ratio beyond the noise counts.
+Even two measurements of the same training differ. This noise is the larger of two estimates. The first is how
+far the speed ratio of a row without effect is from 1. The second is twice the median spread between rounds,
+because both the row and the baseline vary. A speed ratio within the noise does not count as faster.
 
-A technique with `exact = True` promises the loss of the plain run. If a row adds or removes only such
-techniques and its loss still differs, it is excluded, however fast it is. If training draws random numbers,
-for example for dropout, no row is excluded for its loss, because most techniques draw different numbers.
+A technique with `exact = True` promises the loss of the plain run. If a row differs from the baseline by
+exact techniques alone, a different loss excludes the row, however fast it is. If training draws random
+numbers, for example for dropout, no row is excluded for its loss, because most techniques draw other numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lightning_eff.comparison.result_table import (
 )
 
 LOSS_RTOL, LOSS_RTOL_16_BITS = 1e-5, 2**-7
-"""Tolerances of a loss whose additions have another order, as fractions of the baseline's largest loss. In
-float32 the smallest fault to detect is 1e-3. In 16 bits the tolerance is two units in the last place."""
+"""Largest loss difference that counts as rounding, as a fraction of the baseline's largest loss. The smallest
+fault to detect in float32 is 1e-3. The tolerance in 16 bits is two units in the last place."""
 FAR = 10.0
 """A row diverges if its loss exceeds this many times the baseline's largest loss."""
 SMALLER = 0.97
-"""Ratio of peaks below which a row needs less memory."""
+"""A row counts as needing less memory if its peak is below this fraction of the baseline's peak."""
 SAME_LOSS = 0.02
-"""Largest change of the loss by a technique that counts as helpful, as a fraction of the loss."""
+"""A technique counts as helpful if it changes the loss by at most this fraction."""
 
 
 def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
-    """Fill in each row's ratios to the baseline, the difference of their losses, and `excluded`."""
+    """Fill in each row's speed ratio, peak ratio and loss difference to the baseline, and `excluded`."""
     baseline = next((row for row in rows if row.technique == BASELINE), None)
     if baseline is None:
         return
@@ -56,10 +56,11 @@ def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
 
 
 def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
-    """Return why a row is excluded from the verdict; empty if it is not."""
-    # Techniques that only one of the two rows has.
+    """Return why a row is excluded from the verdict, or an empty string."""
+    # Techniques that are on in one of the two rows but not in the other.
     changed = row.techniques.keys() ^ baseline.techniques.keys()
     is_same = _has_same_loss(row, baseline)
+    # Other overrides, for example of the optimizer, must be equal for an exact comparison.
     others = [
         {line for line in each.overrides if not line.lstrip("+~").startswith("callbacks")}
         for each in (row, baseline)
@@ -77,7 +78,10 @@ def _why_excluded(row: ComparisonRow, baseline: ComparisonRow) -> str:
 
 
 def _diverges(row: ComparisonRow, baseline: ComparisonRow) -> bool:
-    """Return whether the last loss is not finite, or far above all losses of a finite baseline."""
+    """Return whether a row's last loss is not finite, or far above every loss of the baseline.
+
+    If the baseline's losses are not finite, no row counts as diverging.
+    """
     losses = [loss for _, loss in baseline.losses]
     if not (losses and row.losses and all(map(math.isfinite, losses))):
         return False
@@ -86,30 +90,30 @@ def _diverges(row: ComparisonRow, baseline: ComparisonRow) -> bool:
 
 
 def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:
-    """Return whether the losses agree up to rounding, or the baseline's cannot be compared."""
+    """Return whether two losses agree up to rounding; True if there is no finite loss to compare."""
     if row.loss_difference is None or not math.isfinite(baseline.loss or 0.0):
         return True
     rtol = LOSS_RTOL if baseline.precision.startswith(("32", "64")) else LOSS_RTOL_16_BITS
-    # The last losses may be near 0. A NaN in this row only is a difference.
+    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row is a difference.
     largest = max(abs(loss) for _, loss in baseline.losses if math.isfinite(loss))
     return abs(row.loss_difference) <= rtol * largest
 
 
 def can_win(row: ComparisonRow) -> bool:
-    """Return whether a row may be recommended: measured in each round, with an effect, at the right loss."""
+    """Return whether a row may be recommended: no round failed, and the row is not excluded."""
     return row.status == MEASURED and not (row.reason or row.excluded or row.technique == BASELINE)
 
 
 def noise(rows: Sequence[ComparisonRow]) -> float | None:
-    """Return the relative amount by which speed ratios differ from 1 by chance; None after one round."""
+    """Return how far speed ratios differ from 1 by chance, as a fraction; None after a single round."""
     rates = [(row.samples_per_s, row.samples_per_s_spread) for row in rows if row.samples_per_s]
     spreads = [spread / rate for rate, spread in rates if spread is not None]
     if not spreads:
         return None
-    # Skip rows with one round, which `tune` has dropped: the best of several rounds is faster anyway.
+    # Skip rows that `tune` dropped after one round: the best of the baseline's rounds is faster by chance.
     repeated = [row for row in rows if row.excluded == NO_EFFECT and row.num_rounds > 1]
     without_effect = [row.speed_ratio for row in repeated if row.speed_ratio]
-    # Twice the usual spread of rounds, or the largest difference of rows that should equal the baseline.
+    # Twice the median spread of rounds, or the largest speed difference of a row without effect.
     return max([2 * statistics.median(spreads), *(max(each, 1 / each) - 1 for each in without_effect)])
 
 
@@ -123,7 +127,7 @@ def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
         return []
     found: list[ComparisonRow] = []
     for row in filter(can_win, rows):
-        # A row that is noisier than the others must exceed its own noise.
+        # A row with a larger spread than the others must be faster by more than its own noise.
         own = 2 * (row.samples_per_s_spread or 0.0) / (row.samples_per_s or 1.0)
         if (row.speed_ratio or 0.0) > 1 + max(level, own):
             found.append(row)
@@ -131,14 +135,14 @@ def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 
 def helpful(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return the trials that are faster or smaller than the baseline at the same loss, best first."""
+    """Return the names of trials that are faster or need less memory at the same loss, best first."""
     fast = {row.technique for row in faster(rows)}
     helped: dict[str, float] = {}
     for row in rows:
         is_same = row.loss is None or abs(row.loss_difference or 0.0) <= SAME_LOSS * abs(row.loss)
         is_better = row.technique in fast or (row.peak_ratio or 1.0) < SMALLER
         if can_win(row) and not row.idle and is_same and is_better:
-            # The smallest product of memory and time first.
+            # Rank by the product of relative memory and relative time; the smallest product is best.
             helped[row.technique] = (row.peak_ratio or 1.0) / (row.speed_ratio or 1.0)
     return sorted(helped, key=helped.__getitem__)
 
@@ -153,7 +157,7 @@ def describe_noise(rows: Sequence[ComparisonRow]) -> str:
 
 
 def verdict(rows: Sequence[ComparisonRow]) -> str:
-    """Summarize which rows beat the baseline in speed and in memory, if any, and how large the noise is."""
+    """Summarize which row is fastest, which row needs least memory, and how large the noise is."""
     if not any(row.speed_ratio for row in rows):
         return "Nothing can be compared: the baseline was not measured."
     peaks = {row.technique: row.peak_ratio for row in rows if can_win(row) and row.peak_ratio}

@@ -1,4 +1,4 @@
-"""Compare Trainer settings from Python, on any LightningModule: `lightning_eff.compare`."""
+"""Compare Trainer settings from Python for any LightningModule: `lightning_eff.compare`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def compare(
 ) -> list[ComparisonRow]:
     """Train a module for a few steps with each set of Trainer keywords; return one row of figures per set.
 
-    Every trial runs in its own process, once per round: call this below `if __name__ == "__main__":`.
+    Every trial runs in a new process, once per round. So call `compare` below `if __name__ == "__main__":`.
 
     Args:
-        build: Returns a LightningModule, and its DataLoader or LightningDataModule. It must be a function of
-            a module or script, not a lambda, because each process calls it again.
-        trials: Keywords of `lightning.pytorch.Trainer` by the row's name. All rows are compared with
-            `baseline`, which is added without keywords if it is missing.
-        max_steps: Optimizer steps per trial, at least 6: the first ones are not timed.
+        build: Function that returns a LightningModule and its DataLoader or LightningDataModule. A lambda is
+            not possible, because each process imports the function from its module or script.
+        trials: Keywords of `lightning.pytorch.Trainer` by the row's name. Every row is compared with the row
+            `baseline`. If `trials` has no `baseline`, a trial without keywords is added under this name.
+        max_steps: Optimizer steps per trial, at least 6, because the first steps are not timed.
         rounds: Number of times each trial runs.
-        limit_s: Seconds after which a trial is killed; its training ends earlier.
-        seed: Seed of each process before it builds.
+        limit_s: Seconds after which a trial is killed; a timer stops its training earlier.
+        seed: Seed that each process sets before it calls `build`.
 
     Raises:
         ConfigError: `max_steps` or `rounds` is too small.
@@ -82,6 +82,7 @@ def train_module(
     monitor = EfficiencyReport(dirpath=str(folder))
     own = keywords.get("callbacks") or []
     callbacks: Any = [*(own if isinstance(own, (list, tuple)) else [own]), monitor, TrialTimer(limit_s)]
+    # The user's keywords replace the defaults, but not the trial's callbacks and folder.
     settings: dict[str, Any] = {**QUIET, **keywords, "callbacks": callbacks, "default_root_dir": folder}
     trainer = pl.Trainer(**settings)
     # `fit` takes a data module and a loader by different keywords.

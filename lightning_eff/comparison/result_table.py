@@ -1,7 +1,7 @@
-"""Summarize each trial's rounds as a row with its fastest round, and render rows as a table or a page.
+"""Summarize the rounds of each trial in one row, and render the rows as a table or a page.
 
 Other load on the machine can only slow a trial down, so the fastest round is closest to the technique's cost.
-The difference to the slowest round is shown next to it.
+The table also shows how much slower the slowest round was.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLOW_FIRST_BATCH_S = 5.0
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The outcome of one trial in one round: status, why it was not measured, and the efficiency report."""
+    """The outcome of one trial in one round: status, efficiency report, and a reason if not measured."""
 
     status: str
     reason: str = ""
@@ -32,28 +32,28 @@ class TrialResult:
 
 @dataclass
 class ComparisonRow:
-    """A row of the table; ratios are to the baseline, and missing figures are None.
+    """A row of the table; its ratios are relative to the baseline, and missing figures are None.
 
     judgement.py fills in the ratios, the difference of losses, and `excluded`.
 
     Args:
         technique: Name of the trial.
         status: `measured`, `not run` or `failed`.
-        reason: Why it was not measured in any round, or in some of them.
+        reason: Why the trial was not measured, or why some of its rounds failed.
         overrides: Overrides that turn the recipe into this trial.
         samples_per_s: Throughput of the fastest round.
-        samples_per_s_spread: How much slower the slowest round was.
+        samples_per_s_spread: Throughput of the fastest round minus the throughput of the slowest round.
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
-        losses: Each step and its loss.
-        loss: Mean over the last quarter of the steps.
-        loss_difference: To the baseline, over the last quarter of the steps that both have.
-        first_batch_s: Longest batch before timing started, including compilation.
-        num_rounds: Number of processes that measured it.
-        techniques: Techniques of the run, by name, and whether each promises the loss of the plain run.
-        idle: Callbacks and strategies without effect, except those without effect in the baseline too.
+        losses: Pairs of a step and its loss.
+        loss: Mean loss over the last quarter of the steps.
+        loss_difference: Mean difference to the baseline's loss, in the last quarter of the common steps.
+        first_batch_s: Seconds of the longest batch before timing started, compilation included.
+        num_rounds: Number of rounds in which the trial was measured.
+        techniques: Techniques of the run by name; True if a technique promises the loss of the plain run.
+        idle: Callbacks and strategies without effect; names that are also idle in the baseline are removed.
         precision: Precision of the Trainer.
         draws_random_numbers: Whether training draws random numbers.
-        excluded: Why it is excluded from the verdict: `no effect`, `changes the loss` or `diverges`.
+        excluded: Why the row is excluded from the verdict: `no effect`, `changes the loss` or `diverges`.
     """
 
     technique: str
@@ -87,6 +87,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
     def figures(key: str) -> list[Any]:
         return [value for result in measured if (value := result.report["measured"].get(key))]
 
+    # All rounds train with the same seed, so losses and ledger are taken from the first measured round.
     rates, report = figures("samples_per_s"), measured[0].report
     losses = [(int(step), float(loss)) for step, loss in report.get("losses", ())]
     ledger: Sequence[Mapping[str, Any]] = report.get("ledger", ())
@@ -96,7 +97,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         MEASURED,
         f"{len(failed)} of {len(results)} rounds failed: {failed[0]}" if failed else "",
         overrides,
-        # The fastest round: other processes only ever slow a round down.
+        # Take the fastest round, because other processes can only slow a round down.
         samples_per_s=max(rates, default=None),
         samples_per_s_spread=max(rates) - min(rates) if len(rates) > 1 else None,
         # The largest peak, since a run needs this memory in its worst round.
@@ -106,7 +107,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
         first_batch_s=max(figures("first_batch_s"), default=None),
         num_rounds=len(measured),
         techniques={entry["technique"]: entry.get("exact", False) for entry in ledger},
-        # A trial saves nothing, so checkpoint_io/durable never has an effect here: it is left out.
+        # Other groups are left out: checkpoint_io/durable has no effect, since a trial saves no checkpoint.
         idle=[
             entry["technique"]
             for entry in ledger
@@ -118,7 +119,7 @@ def summarize_rounds(name: str, overrides: list[str], results: Sequence[TrialRes
 
 
 def last_quarter(values: Sequence[float]) -> float | None:
-    """Return the mean over the last quarter of the values, at least one; None without values."""
+    """Return the mean of the last quarter of the values (at least one value), or None without values."""
     last = values[-max(1, len(values) // 4) :]
     return sum(last) / len(last) if last else None
 
@@ -129,7 +130,7 @@ def comparison_table(rows: Sequence[ComparisonRow]) -> str:
 
 
 def cells(row: ComparisonRow) -> tuple[str, ...]:
-    """Return a row's cells as text, `-` for a missing figure."""
+    """Return a row's cells as text, with `-` for each missing figure."""
     rate = "-" if row.samples_per_s is None else f"{row.samples_per_s:.1f}"
     if row.samples_per_s_spread is not None:
         rate += f" (-{row.samples_per_s_spread:.1f})"

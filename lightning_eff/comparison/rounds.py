@@ -1,4 +1,4 @@
-"""Run trials in rounds; each round runs all of them, in alternating order against thermal drift."""
+"""Run every trial once per round; alternate the order of trials between rounds, against thermal drift."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lightning_eff.comparison.result_table import (
 )
 
 KEPT = ("measured", "losses", "ledger", "precision", "draws_random_numbers")
-"""Entries of a trial's report that a row is built from."""
+"""Entries of a trial's report from which its row is built."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The name of a row, its overrides, and the function that trains it in another process."""
+    """A trial: the name of its row, its overrides, and the function that trains in another process."""
 
     name: str
     overrides: list[str]
@@ -40,11 +40,11 @@ class TrialRounds:
     """The results of all trials so far.
 
     Args:
-        folder: Where they run.
+        folder: Folder in which the trials run.
         limit_s: Seconds after which a trial is killed.
         until: Time of the monotonic clock after which no trial starts.
-        kept: Folder in which each result is stored as soon as it is known; a trial with a result there is not
-            run again. None stores nothing.
+        kept: Folder in which each result is stored as soon as it is known. A trial is not run again for a
+            round whose result this folder contains. With None, no result is stored.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TrialRounds:
         self._num_rounds = 0
 
     def add_rejected(self, trial: Trial, reason: str) -> None:
-        """Add a row for a trial that is not run."""
+        """Add a row for a rejected trial, which is not run."""
         self._overrides[trial.name] = trial.overrides
         self.results[trial.name] = [TrialResult(NOT_RUN, reason)]
         sys.stderr.write(f" {trial.name}: {NOT_RUN}: {reason}\n")
@@ -72,17 +72,18 @@ class TrialRounds:
         combine: Callable[[], list[Trial]],
         keep: Callable[[Sequence[Trial]], Sequence[Trial]] = lambda trials: trials,
     ) -> None:
-        """Run all rounds; trials that combine the best of the first two rounds join in the third one.
+        """Run all rounds; after the second round, add trials that combine the changes that helped.
 
         Args:
             trials: Trials of the first round.
             num_rounds: Number of rounds.
-            combine: Returns trials that combine what helped alone.
-            keep: Returns the trials of a round that take part in the next one.
+            combine: Function that returns trials, each of which combines several helpful changes.
+            keep: Function that selects the trials of a round that also run in the next round.
         """
         for number in range(1, num_rounds + 1):
             self.run_round(trials)
             trials = keep(trials)
+            # One round gives no noise, so combinations wait for the second round if there is one.
             if number == min(2, num_rounds):
                 combined = combine()
                 # The combined trials missed these rounds: run them as often as the others.
@@ -91,9 +92,10 @@ class TrialRounds:
                 trials = keep([*trials, *combined])
 
     def run_round(self, trials: Sequence[Trial]) -> None:
-        """Run each trial once, except trials that have failed; every second round in reverse order."""
+        """Run once each trial that has not failed; reverse the order in every second round."""
         self._overrides |= {trial.name: trial.overrides for trial in trials}
         self._num_rounds += 1
+        # A machine that heats up slows the later trials of a round, so the order alternates.
         for trial in reversed(trials) if self._num_rounds % 2 == 0 else trials:
             before = self.results.setdefault(trial.name, [])
             # A trial that failed once would most likely fail again.
@@ -109,7 +111,8 @@ class TrialRounds:
             sys.stderr.write(f" round {number}, {trial.name}: {outcome}\n")
 
     def _kept_result(self, trial: Trial, number: int) -> TrialResult | None:
-        """Return a trial's kept result, else run it and keep the result; None if there is no time left."""
+        """Return a trial's stored result, or run the trial and store the result; None if no time is left."""
+        # A row's name may contain characters that a file's name must not contain.
         named = f"{hashlib.sha256(trial.name.encode()).hexdigest()[:12]}-{number}"
         file = None if self._kept is None else self._kept / f"{named}.json"
         if file is not None and file.is_file():
@@ -117,18 +120,18 @@ class TrialRounds:
         if time.monotonic() >= self.until:
             return None
         result = subprocess_trial.run(trial.train, folder=self._folder / named, limit_s=self._limit_s)
-        # Do not keep a failure of the baseline: no setting would show that its code has been fixed.
+        # Do not store a failure of the baseline: the user may fix the code and resume with equal settings.
         if file is not None and (result.status == MEASURED or trial.name != BASELINE):
             report = {key: result.report[key] for key in KEPT if key in result.report}
             file.parent.mkdir(parents=True, exist_ok=True)
-            # The file appears complete or not at all: a sweep may be stopped at any time.
+            # Write under another name, then rename: a sweep that is stopped leaves no half-written result.
             written = file.with_suffix(".part")
             written.write_text(json.dumps(asdict(replace(result, report=report))), encoding="utf-8")
             written.replace(file)
         return result
 
     def table_rows(self) -> list[ComparisonRow]:
-        """Return the table so far, with ratios to the baseline: measured rows, then failed, then not run."""
+        """Return the rows so far, compared with the baseline: measured rows, then failed, then not run."""
         rows = [
             summarize_rounds(name, overrides, self.results.get(name, []))
             for name, overrides in self._overrides.items()

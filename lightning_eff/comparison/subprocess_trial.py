@@ -1,9 +1,9 @@
 """Run one trial in its own process with a time limit; every outcome becomes a result.
 
-rounds.py calls `run`. A trial that hangs is killed with all processes that it started. A trial that fails
-leaves the reason. The process frees its memory, so every trial starts from the same state. Without a GPU,
-processes are forked from a server that has done the common imports, which take most of a short trial's time.
-With a GPU each process is spawned and does its own imports, because CUDA does not survive a fork.
+rounds.py calls `run`. A trial that hangs is killed with all processes that it started. The result of a failed
+trial contains the cause. The end of a process frees its memory, so every trial starts from the same state.
+Without a GPU, processes are forked from a server that has already done the common imports, because imports
+take most of a short trial's time. With a GPU, each process is spawned, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ TRAINING_FRACTION = 1 / 3
 END_FRACTION = 5 / 6
 """Fraction of the time limit, counted from the start, after which no batch starts."""
 PRELOADED = ["lightning_eff.run", "lightning_eff.commands.train"]
-"""Imports of the server that processes are forked from."""
+"""Modules that the fork server imports in advance."""
 TrainTrial = Callable[[Path], int]
-"""Trains, writes the efficiency report as JSON to `REPORT_FILE` in the folder, and returns an exit code."""
+"""Function that trains in a folder, writes the report to `REPORT_FILE` there, and returns an exit code."""
 
 
 def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
-    """Call `train(folder)` in a process that is killed after `limit_s` seconds, and on Ctrl-C."""
+    """Call `train(folder)` in a process that is killed after `limit_s` seconds or on Ctrl-C."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
+    # A report of an interrupted earlier run must not become this trial's result.
     (folder / REPORT_FILE).unlink(missing_ok=True)
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(PRELOADED)  # no effect on a spawned process
@@ -58,9 +59,9 @@ def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
         process.join(limit_s)
         is_late = process.is_alive()
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the whole session has ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # it may not have created its session yet
+        process.kill()  # `killpg` misses a process that has not created its session yet
         process.join()
     if is_late:
         return TrialResult(FAILED, f"no end after {limit_s:g} s (--limit-s); it was killed")
@@ -69,7 +70,7 @@ def run(train: TrainTrial, *, folder: Path, limit_s: float) -> TrialResult:
 
 @contextlib.contextmanager
 def _stderr_to(file: Path) -> Generator[None]:
-    """Redirect the file descriptor, so that processes that start here write to the file too."""
+    """Redirect file descriptor 2 to a file; processes that are started meanwhile inherit the redirection."""
     sys.stderr.flush()
     stderr = os.dup(2)
     try:
@@ -82,11 +83,11 @@ def _stderr_to(file: Path) -> Generator[None]:
 
 
 def _child(train: TrainTrial, folder: Path) -> None:
-    """Run `train` with its output in a file, in its own session, so that all its processes can be killed."""
+    """Run `train` in a new session, so that all its processes can be killed; write its output to a file."""
 
     def end_with_owner() -> None:
         multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
-        os.killpg(0, signal.SIGKILL)  # the comparing process is gone, for example killed
+        os.killpg(0, signal.SIGKILL)  # the parent process has ended or was killed
 
     os.setsid()
     threading.Thread(target=end_with_owner, daemon=True).start()

@@ -1,9 +1,9 @@
-"""Plan the trials to compare, each as the overrides that turn the recipe into it.
+"""Plan the trials to compare; a trial is a list of overrides of the recipe.
 
-`compare` plans these trials: the recipe without techniques, with each technique alone, unchanged, and with
-everything that helped combined. `tune` plans one change of the recipe at a time. The techniques state how
-they are tried (core/technique.py, `Try`). All trials have the recipe's model, data, seed and global batch.
-The rules of `train` reject trials that cannot run.
+`compare` plans these trials: the unmodified recipe, no technique, each technique alone, and all helpful
+techniques combined. `tune` plans one change of the recipe at a time. Each technique states how to try it
+(`Try` in core/technique.py). All trials have the recipe's model, data, seed and global batch size. The rules
+of `train` reject trials that cannot run.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from lightning_eff.launch.job import num_ranks
 
 AS_IT_IS, COMBINED = "the recipe as it is", "combined"
 BARE = ("callbacks=[exact_resume]", "precision=fp32", "strategy=auto")
-"""Settings of the baseline besides the batch. `exact_resume` stays: it has no measurable cost."""
+"""Overrides of the baseline, without its batch size. `exact_resume` stays on: its cost is not measurable."""
 Change = tuple[str, ...]
-"""Overrides that make one change of a recipe, or several changes."""
+"""Overrides that make one or several changes to a recipe."""
 TIMER = "lightning_eff.comparison.trial_timer.TrialTimer"
 """Class of the monitor that ends a trial's training, in place of the Trainer's `max_time`."""
 PARTS = (2, 4)
-"""Into how many parts `tune` tries to split the samples of a device."""
+"""Numbers of micro-batches into which `tune` tries to split a device's batch."""
 
 
 def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the overrides of the baseline, and of each technique alone, for a composed recipe."""
+    """Return the trials of a composed recipe by name: the baseline, and each technique alone."""
     trials = {BASELINE: bare_trial(values)}
-    ways = {way.option: way for _, way in reversed(ways_to_try())}  # the first way of each option
+    ways = {
+        way.option: way for _, way in reversed(ways_to_try())
+    }  # reversed: the first way of an option wins
     left_out = catalog.techniques_with("try_as").keys() - ways.keys()
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
@@ -53,28 +55,28 @@ def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def bare_trial(values: Mapping[str, Any], override: str = "", way: Try | None = None) -> list[str]:
-    """Return overrides for the recipe with no or one technique, at the recipe's global batch size."""
+    """Return overrides that switch all techniques off, or all but one, at the same global batch size."""
     own = [override] if override else []
     size = global_batch_size(values)
     if size:
         on_device = max(1, size // num_ranks(values["trainer"]))
         own.append(f"data.batch_size={on_device}")
-        # A quarter of the batch, a third, or a half: the first that divides it.
+        # Micro-batch size: a quarter, a third or half of the samples, the first that is a whole number.
         part = on_device // next((n for n in (4, 3, 2) if on_device % n == 0), 1)
-        # Every trial has the baseline's global batch, since losses of other batches cannot be compared.
+        # Every trial has the baseline's global batch size, since losses at other sizes are not comparable.
         own += [] if way is None else way.filled(part=part, global_batch=size)
     return merge_overrides(BARE, own)
 
 
 def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change]:
-    """Return each change of a recipe that keeps its training the same, as overrides.
+    """Return the changes to a recipe that leave its training the same; each change is a tuple of overrides.
 
-    A technique that is off is added in each of its ways. One that is on is removed, unless it is part of the
-    training, and set to its other ways.
+    A technique that is off is added, once per `Try` that it states. A technique that is on is removed, unless
+    the training depends on it, and is tried with its other settings.
 
     Args:
         values: The composed recipe.
-        facts: Known facts about its run and its peak, by name.
+        facts: Names of known facts about the run and its peak.
     """
     callbacks: Mapping[str, Any] = values.get("callbacks") or {}
     on = {f"callbacks/{name}" for name, node in callbacks.items() if node}
@@ -102,7 +104,7 @@ def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change
 
 
 def _is_set(values: Mapping[str, Any], override: str) -> bool:
-    """Return whether a composed recipe already has an override's value or option."""
+    """Return whether a composed recipe already has the value or option that an override sets."""
     key, _, value = override.partition("=")
     found: Any = values
     for part in key.split("."):
@@ -127,14 +129,14 @@ def global_batch_size(values: Mapping[str, Any]) -> int:
 
 
 def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]], bool]) -> list[str] | None:
-    """Combine what helped alone into one trial, best first, as far as the rules allow.
+    """Merge helpful trials into one trial, best first; skip a trial if the rules reject the merged one.
 
     Args:
         helped: One trial per technique, the most helpful first.
-        is_allowed: Whether the rules allow a trial.
+        is_allowed: Function that returns whether the rules allow a trial.
 
     Returns:
-        The overrides of the trial; None if it would repeat one of `helped`.
+        The overrides of the merged trial; None if `helped` already contains this trial.
     """
     best = next(iter(helped), [])
     for trial in helped[1:]:
@@ -148,13 +150,13 @@ def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]]
 
 
 def _choices(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the option of each single-option group that differs from the baseline's; callbacks add up."""
+    """Return the option chosen for each group; skip callbacks, and options that the baseline has too."""
     pairs = (line.partition("=") for line in overrides if line not in BARE)
     return {key: option for key, _, option in pairs if "." not in key and key.lstrip("+") != "callbacks"}
 
 
 def merge_overrides(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Return the overrides with each key's last value; callbacks add up.
+    """Merge two lists of overrides: the last value of each key wins, and lists of callbacks are joined.
 
     Example:
         >>> merge_overrides(["callbacks=[a]", "seed=1"], ["+callbacks=b", "seed=2"])
@@ -176,17 +178,18 @@ def merge_overrides(overrides: Sequence[str], later: Sequence[str]) -> list[str]
 def trial_overrides(
     user: Sequence[str], own: Sequence[str], *, steps: int, limit_s: float, without: Sequence[str] = ()
 ) -> list[str]:
-    """Return a trial's overrides: the user's, except for the groups in `without`, then its own.
+    """Return all overrides of a trial: the user's overrides, then the trial's own.
 
     Args:
-        user: As on the command line.
-        own: The trial's overrides; they replace the user's of the same keys.
-        steps: Optimizer steps.
-        limit_s: Seconds after which it is killed; the timer ends the training earlier.
-        without: Groups that the trial sets itself.
+        user: Overrides from the command line.
+        own: Overrides of the trial; they replace user overrides of the same keys.
+        steps: Number of optimizer steps.
+        limit_s: Seconds after which the trial is killed; the timer stops the training earlier.
+        without: Groups whose user overrides are dropped, because the trial sets these groups itself.
     """
     timer = f"+monitors.trial_timer={{_target_: {TIMER}, limit_s: {float(limit_s)}}}"
     shared = [f"trainer.max_steps={steps}", timer]
+    # Shared settings come last, because the last value of a key wins.
     later = merge_overrides(own, [*shared, "trainer.limit_val_batches=0", "logger=none"])
     replaced = {line.partition("=")[0].lstrip("+~") for line in later} - {"callbacks"}
     kept = [

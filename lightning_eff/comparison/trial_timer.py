@@ -1,4 +1,4 @@
-"""Stop a trial's training before its process is killed, with extra time for a first batch that compiles."""
+"""Stop a trial's training before its process is killed; a first batch that compiles gets extra time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_eff.comparison.subprocess_trial import END_FRACTION, TRAINING_FRA
 class TrialTimer(Timer):
     """Ends the training so that the last batch and the report finish within the trial's time limit.
 
-    No batch starts after a third of the limit, counted from the end of the first batch, or after five sixths
-    of the limit, counted from the start of the fit.
+    No batch starts later than a third of the limit after the end of the first batch. No batch starts later
+    than five sixths of the limit after the start of the fit.
 
     Args:
         limit_s: Seconds after which the trial is killed.
@@ -36,6 +36,7 @@ class TrialTimer(Timer):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if not self._is_first_over:
             self._is_first_over = True
-            self.on_train_start(trainer, trainer.lightning_module)  # Lightning's timer starts here
+            self.on_train_start(trainer, trainer.lightning_module)  # starts Lightning's timer
         super().on_train_batch_end(trainer, *args, **kwargs)
+        # `|=` keeps a stop that another callback has requested.
         trainer.should_stop |= time.monotonic() >= self._end_s

@@ -1,11 +1,11 @@
 """Pack tokenized documents into rows with labels, for data/text.py.
 
-All documents are one array of tokens, and a row is a list of ranges of this array: one document, several
-uncut documents, or a section of the stream of all documents. Only the ranges are in memory; a row's tokens
-are read through a memory map when it is needed.
+All documents are stored in one array of tokens, and a row is a list of ranges of this array. A row contains
+one document, several uncut documents, or a section of the stream of all documents. The ranges are in memory;
+the tokens of a row are read through a memory map when the row is needed.
 
-Labels follow Hugging Face's convention: the label of a position is the token at that position, and the model
-compares it with its output one position earlier.
+Labels follow Hugging Face's convention. The label of a position is the token at that position, and the loss
+compares the label with the output one position earlier.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """N tokens of D documents, one after another."""
+    """The N tokens of D documents in one array."""
 
     tokens: Tensor
     """[N] int32."""
@@ -40,14 +40,14 @@ class Documents:
     ends: Tensor
     """[D] int64: end of each document in `tokens`."""
     first_target: Tensor
-    """[D] int64: position in each document of the first target that a token precedes; at least the document's
-    length if there is none."""
+    """[D] int64: position in each document of the first target after the first token. Without such a target,
+    the value is at least the document's length."""
     is_chat: Tensor
-    """[D] bool."""
+    """[D] bool: whether the document is a conversation."""
 
 
 class Pieces:
-    """Documents cut into pieces that fit a row; documents without a target are dropped."""
+    """Documents cut into pieces that fit a row; pieces without a target are dropped."""
 
     def __init__(self, documents: Documents, *, context_length: int, packing: Packing) -> None:
         self.documents = documents
@@ -57,16 +57,16 @@ class Pieces:
         lengths = np.diff(ends, prepend=0)
         # In a stream of documents nothing is cut here: every document is one piece.
         step = max(1, int(lengths.max())) if packing == "across" else context_length
-        # Keep only the first piece of a conversation: later pieces would lack the questions.
+        # Keep the first piece of a conversation and drop later pieces, which would lack the questions.
         counts = np.where(documents.is_chat.numpy() | (packing is not True), 1, -(-lengths // step))
-        # Arrays with one entry per piece: its document, and its range in that document.
+        # Arrays with one entry per piece: the piece's document, and the piece's range in that document.
         document = np.repeat(np.arange(len(lengths)), counts)
         start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * step
         stop = np.minimum(start + step, lengths[document])
-        # The first token of a piece has no token before it.
+        # The first token of a piece is no target, because the piece has no token before it.
         first_target = documents.first_target.numpy()[document]
         has_target = np.where(start > 0, stop - start > 1, first_target < stop)
-        # From positions in the document to positions in `tokens`.
+        # Convert positions in the document to positions in `tokens`.
         begin = (ends - lengths)[document]
         self.pieces: Integers = np.stack([document, begin + start, begin + stop], axis=1)[has_target]
         """[P, 3]: document of each piece, and its range of `documents.tokens`."""
@@ -75,7 +75,7 @@ class Pieces:
         self.num_skipped = len(lengths) - len(np.unique(self.pieces[:, 0]))
 
     def rows(self, pieces: Integers, pad_id: int) -> Rows:
-        """Return rows of the selected pieces, padded with `pad_id`."""
+        """Pack the selected pieces into rows; return the rows, padded with `pad_id`."""
         ranges = pieces[:, 1:]
         lengths = ranges[:, 1] - ranges[:, 0]
         firsts = np.arange(len(ranges))
@@ -97,10 +97,10 @@ class Pieces:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows as integer tensors by name.
+    """Data set of rows; a row is a dictionary of integer tensors.
 
     Args:
-        source: The documents, and how they are packed.
+        source: The documents and the kind of packing.
         ranges: [R, 2]: ranges of tokens, in the order of the rows.
         firsts: Index of each row's first range.
         pad_id: The padding token.
@@ -114,7 +114,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         self.pad_id = pad_id
         tokens = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))
         self.lengths: Integers = np.diff(tokens[self.bounds])
-        """Tokens of each row, without padding."""
+        """Number of tokens of each row, without padding."""
         self.padding_fraction = 1.0 - float(self.lengths.sum()) / (len(self) * source.context_length)
         """Fraction of positions without a token in packed rows."""
 
@@ -130,7 +130,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         ids = torch.cat([documents.tokens[start:stop] for start, stop in ranges]).long()
         is_target = torch.cat([documents.is_target[start:stop] for start, stop in ranges])
         lengths = torch.tensor([stop - start for start, stop in ranges])
-        # No target without a token before it: of each document in a packed row, else of the row.
+        # In a packed row, the first token of each document is no target; else, the first token of the row.
         starts = lengths.cumsum(0) - lengths
         is_target[starts if packing is True else 0] = False
         row = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED_TARGET)}
@@ -144,7 +144,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[str, Tensor]:
-    """Return a batch with the length of its longest document, padded on the right and masked there.
+    """Return a batch whose rows are padded on the right to the longest row; the mask excludes the padding.
 
     Example:
         >>> samples = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-100, 2])}]
@@ -160,7 +160,7 @@ def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[st
 
 
 def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the indices of the items in each bin: longest first, each into the fullest bin with enough room.
+    """Put items into bins, the longest first, each into the fullest bin with room; return indices per bin.
 
     Example:
         >>> best_fit_bins([2, 5, 3, 1], 6)

@@ -1,12 +1,12 @@
-"""Turn text and conversations into tokens, by a Hugging Face tokenizer or by bytes, which need no files.
+"""Turn text and conversations into tokens, with a Hugging Face tokenizer or with bytes, which need no files.
 
-data/text.py uses it. In a conversation only the assistant's words are targets. The first method that applies
-finds their tokens:
+data/text.py uses `TrainingTokenizer`. The targets of a conversation are the assistant's tokens. Three methods
+find the assistant's tokens, and the first method that applies is used:
 
-1. The tokenizer's chat template marks them (`{% generation %}`).
-2. The template has no marks: the conversation is rendered up to each answer and including it, and the answer
-   is the difference. A template that rewrites earlier turns is rejected.
-3. There is no template: `DEFAULT_TEMPLATE` is used, which has marks.
+1. The tokenizer's chat template marks the assistant's tokens (`{% generation %}`).
+2. If the template has no marks, the conversation is rendered up to each answer, without and with the answer.
+   The difference of the two texts is the answer. A template that rewrites earlier turns is rejected.
+3. If there is no template, `DEFAULT_TEMPLATE` is used, which has marks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models
 
 END_OF_BYTES = "<|end|>"
-"""The end token, 256, after the 256 bytes."""
+"""Name of the byte tokenizer's end token, whose id is 256."""
 DEFAULT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -32,11 +32,11 @@ ASSISTANT = "assistant"
 Turns = list[dict[str, str]]
 """A conversation: `role` and `content` of each turn."""
 Tokens = tuple[list[int], list[bool]]
-"""Tokens, and whether each one is a target."""
+"""Tokens, and whether each token is a target."""
 
 
 class TrainingTokenizer:
-    """A fast tokenizer of transformers by name or folder, or a byte tokenizer; its code is never executed.
+    """A fast tokenizer of transformers, by name or folder, or a byte tokenizer; no custom code is executed.
 
     Example:
         >>> TrainingTokenizer().tokenizer.encode("né").ids
@@ -78,6 +78,7 @@ class TrainingTokenizer:
         self.eos_id: int | None = self._hub.eos_token_id
         self.pad_id = 0 if self.eos_id is None else self.eos_id
         """The padding token; its positions are masked or have no label."""
+        # Token ids may have gaps, so the largest id counts, not the number of tokens.
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -90,17 +91,18 @@ class TrainingTokenizer:
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, each with an end token."""
+        """Return the tokens of each text, with an end token appended."""
         encoded = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]  # in parallel
         if self.eos_id is None:
             return encoded
+        # Some tokenizers have already appended an end token.
         return [[*ids, self.eos_id] if ids and ids[-1] != self.eos_id else ids for ids in encoded]
 
     def encode_chat(self, turns: Turns) -> Tokens:
-        """Return the tokens of a conversation; the assistant's words are the targets.
+        """Return the tokens of a conversation; the assistant's tokens are the targets.
 
         Raises:
-            ValueError: The assistant says nothing, or the template rejects the conversation.
+            ValueError: No assistant turn has content, or the template rejects the conversation.
         """
         if not any(turn["role"] == ASSISTANT and turn["content"] for turn in turns):
             roles = sorted({turn["role"] for turn in turns})
@@ -114,6 +116,7 @@ class TrainingTokenizer:
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """Return the tokens of the start of a text, without an end token."""
+        # Some tokenizers append an end token to every text, which would end a prompt.
         ids, bare = (self.tokenizer.encode(prompt, add_special_tokens=added).ids for added in (True, False))
         return ids[:-1] if ids != bare and ids[-1] == self.eos_id else ids
 
@@ -121,7 +124,7 @@ class TrainingTokenizer:
         """Return the tokens of a conversation up to the start of the assistant's next turn.
 
         Raises:
-            ValueError: The template rejects it.
+            ValueError: The template rejects the conversation.
         """
         made = self._apply(turns, tokenize=True, add_generation_prompt=True, return_dict=True)
         return list(made["input_ids"])
@@ -146,7 +149,7 @@ class TrainingTokenizer:
         return made.ids, [any(low <= start < high for low, high in spans) for start, _ in made.offsets]
 
     def _apply(self, turns: Turns, **options: Any) -> Any:
-        """Apply the chat template; its own errors become ValueErrors."""
+        """Apply the chat template; raise errors of the template as ValueErrors."""
         from jinja2 import TemplateError
 
         try:
@@ -154,4 +157,4 @@ class TrainingTokenizer:
         except TemplateError as error:
             raise ValueError(f"the tokenizer's chat template rejects it: {error}") from error
         finally:
-            self.tokenizer.encode_special_tokens = True  # transformers has disabled it for the template
+            self.tokenizer.encode_special_tokens = True  # transformers disables it for the template

@@ -1,6 +1,6 @@
 """Real images that need no download: the 1,797 handwritten digits of 8 x 8 pixels in scikit-learn.
 
-They are part of the UCI data set "Optical Recognition of Handwritten Digits" (Alpaydin & Kaynak 1998).
+The images are part of the UCI data set "Optical Recognition of Handwritten Digits" (Alpaydin & Kaynak 1998).
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ class Digits(pl.LightningDataModule):
     ) -> DataLoader[tuple[Tensor, ...]]:
         workers, is_kept = self.num_workers, self.num_workers > 0
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": is_kept}
-        # As keywords: Lightning sets `shuffle` when it creates the loader of one rank.
+        # Passed as keywords, because Lightning changes `shuffle` when it creates the loader of a rank.
         return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle, **options)

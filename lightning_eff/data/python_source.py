@@ -1,9 +1,9 @@
 """Real text that every machine has: the source of Python's standard library, about 13 MB.
 
 Files are split into training and validation files. A byte-level BPE (Sennrich et al. 2016), trained on the
-training files, encodes all of them. One cache file has the tokenizer and the tokens, which are read through a
-memory map. Its name contains a hash of the text and the settings, because each patch version of Python has
-different source.
+training files, encodes all files. One cache file has the tokenizer and the tokens, which are read through a
+memory map. The name of the cache file contains a hash of the text and the settings, because each patch
+version of Python has different source.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 )
 FORMAT = 2
-"""Version of the cached file; increase it with every change."""
+"""Format version of the cache file; increase it with every change of the format."""
 
 
 class PythonSource(pl.LightningDataModule):
@@ -41,16 +41,16 @@ class PythonSource(pl.LightningDataModule):
 
     Args:
         context_length: Tokens in a sequence.
-        vocab_size: Number of BPE tokens, 257 to 65536: at least 256 bytes and one separator.
+        vocab_size: Number of BPE tokens, 257 to 65536; the minimum is 256 bytes and one separator.
         batch_size: Sequences per batch of the loader, per rank.
         num_workers: DataLoader worker processes; 0 is fastest, because windows are cheap to read.
-        val_fraction: Fraction of the files for validation, up to 0.5: one in `round(1 / val_fraction)`.
+        val_fraction: Fraction of the files for validation, up to 0.5, rounded to one in every n files.
         cache_dir: Folder for the tokenizer and the tokens.
         source_dir: Folder that is searched for `*.py` instead of the standard library.
 
     Raises:
         ValueError: A number is outside its range.
-        FileNotFoundError: `source_dir` is not a folder; raised in `prepare_data` if it has no Python files.
+        FileNotFoundError: `source_dir` is not a folder, or has too few Python files (in `prepare_data`).
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class PythonSource(pl.LightningDataModule):
         self.cache_dir = cache_dir
         self.source_dir = source_dir
         self.tokens: Mapping[str, Tensor] = {}
-        """The tokens of each split, each text after a separator; set by `setup`."""
+        """The tokens of each split, with a separator before each text; set by `setup`."""
         self.tokenizer: Tokenizer
         """The byte-level BPE of the text; set by `setup`."""
         self.unigram_entropy: float
-        """Validation loss of token frequencies alone, in nats per token: a baseline for models."""
+        """Validation loss, in nats per token, if tokens are predicted by their frequency: a baseline."""
 
     @override
     def prepare_data(self) -> None:
@@ -96,7 +96,7 @@ class PythonSource(pl.LightningDataModule):
         file = self._cache_file(texts)
         if is_undamaged(file):
             return
-        # Every n-th text by name, so that the split does not depend on random numbers.
+        # Every n-th text, in order of names, so that the split does not depend on random numbers.
         every = round(1 / self.val_fraction)
         splits = {"train": [t for i, t in enumerate(texts.values()) if i % every]}
         splits["val"] = list(texts.values())[::every]
@@ -119,7 +119,7 @@ class PythonSource(pl.LightningDataModule):
         if self.tokens:
             return
         texts = self._read_texts()
-        file = self._cache_file(texts)  # of `prepare_data`
+        file = self._cache_file(texts)  # written by `prepare_data`
         cached: dict[str, Any] = torch.load(file, mmap=True, weights_only=True)
         self.tokenizer = Tokenizer.from_str(cached["tokenizer"])
         self.tokenizer.encode_special_tokens = True  # as in `prepare_data`
@@ -130,7 +130,7 @@ class PythonSource(pl.LightningDataModule):
         log.info(text, len(texts), file.name, *counts)
 
     def _read_texts(self) -> dict[str, str]:
-        """Return the texts by name, in order."""
+        """Return the texts by file name, in sorted order."""
         source = Path(self.source_dir) if self.source_dir else Path(sysconfig.get_path("stdlib"))
         files: list[Path] = []
         for folder, names, found in os.walk(source):
@@ -179,7 +179,7 @@ class PythonSource(pl.LightningDataModule):
         if len(self.tokens[split]) <= self.context_length:
             length = self.context_length
             raise ValueError(f"the {split} text is shorter than one window of context_length={length} tokens")
-        # Adjacent windows plus one token: the target of a position is the next token.
+        # Windows overlap by one token, because the target of a position is the next token.
         windows = self.tokens[split].unfold(0, self.context_length + 1, self.context_length)
         return DataLoader(
             TensorDataset(windows[:, :-1], windows[:, 1:]),
@@ -187,7 +187,7 @@ class PythonSource(pl.LightningDataModule):
             shuffle=shuffle,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            # All training batches have the same size, unless the first one is already smaller.
+            # Drop a smaller last batch of training, unless it is the epoch's only batch.
             drop_last=shuffle and len(windows) >= self.batch_size,
         )
 
@@ -195,13 +195,13 @@ class PythonSource(pl.LightningDataModule):
 def save_whole(content: Mapping[str, Any], file: Path) -> None:
     """Write a cache file that is always complete or absent; an error leaves no partial file.
 
-    Another process may write the file at the same time: the same name means the same content.
+    Other processes may write the file at the same time, because files of the same name have equal content.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as sink:
-            # Not `torch.save` to the file, which hides the system's error, for example of a full disk.
+            # `torch.save` to a file would hide the system's error, for example that the disk is full.
             buffer = io.BytesIO()
             torch.save(content, buffer)
             sink.write(buffer.getbuffer())
@@ -211,7 +211,7 @@ def save_whole(content: Mapping[str, Any], file: Path) -> None:
 
 
 def is_undamaged(file: Path) -> bool:
-    """Return whether a cache file exists and its checksums match; a memory map would not check them."""
+    """Return whether a cache file exists and its checksums match; a memory map checks no checksums."""
     try:
         with zipfile.ZipFile(file) as archive:  # the format of `torch.save`
             return archive.testzip() is None

@@ -1,8 +1,8 @@
-"""Images to segment that need no download: bright diamonds, discs and squares, a dark background, and noise.
+"""Images to segment, without a download: bright diamonds, discs and squares, a dark background, and noise.
 
-A shape is all pixels within a radius of its centre; the distance measure makes it a diamond, a disc or a
-square. An image is drawn when it is read, from its index alone. So it is the same in every run, on every rank
-and in every worker.
+A shape consists of all pixels within a radius of its centre. The distance measure decides whether the shape
+is a diamond, a disc or a square. An image is drawn when it is read, from its index alone. So an image is the
+same in every run, on every rank and in every worker.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 DISTANCES = (torch.add, torch.hypot, torch.maximum)
-"""Distance by the distances along both axes: of a diamond, a disc and a square, which are classes 1 to 3."""
+"""Functions that combine the distances along both axes, for diamonds, discs and squares (classes 1 to 3)."""
 MIN_RADIUS, MAX_RADIUS = 0.02, 0.05
-"""Fractions of the image's size."""
+"""Smallest and largest radius of a shape, as fractions of the image's size."""
 NOISE = 0.3
-"""Standard deviation; the background is -1.5 to 0, and shapes are 0 to 1.5."""
+"""Standard deviation of the noise. Without noise, the background is -1.5 to 0, and shapes are 0 to 1.5."""
 VALIDATION = 10**6
-"""Index of the first validation image: far enough for any number of training images."""
+"""Index of the first validation image, above the index of every training image."""
 
 
 class Drawings(Dataset[tuple[Tensor, Tensor]]):
@@ -41,7 +41,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < self.num_images:
             raise IndexError(index)
-        # An image depends on its index only, not on the order or the worker that draws it.
+        # An image depends on its index, not on the order of reads or on the worker that draws it.
         generator = torch.Generator().manual_seed(self.first + index)
         image = -1.5 * torch.rand(3, 1, 1, generator=generator).repeat(1, self.size, self.size)
         mask = torch.zeros(self.size, self.size, dtype=torch.int64)
@@ -52,7 +52,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
                 self.size * each for each in (y, x, MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * relative)
             )
             kind = int(torch.randint(len(DISTANCES), (), generator=generator))
-            # Only the pixels around the shape are computed.
+            # Distances are computed just for the pixels around the shape.
             rows, columns = (slice(max(0, int(at - radius)), int(at + radius) + 1) for at in (y, x))
             dy, dx = (pixels[rows, None] - y).abs(), (pixels[columns] - x).abs()
             is_inside = DISTANCES[kind](*torch.broadcast_tensors(dy, dx)) <= radius
@@ -62,13 +62,13 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Shapes(pl.LightningDataModule):
-    """Drawings as (images, masks): floats [B, 3, H, W] and integers [B, H, W], B the `batch_size`.
+    """Drawings as (images, masks): floats [B, 3, H, W] and integers [B, H, W]; B is `batch_size`.
 
     Args:
         image_size: Height and width in pixels.
-        num_train_images: Images per epoch.
-        num_val_images: Images per validation.
-        num_shapes: Shapes in each image; later ones hide earlier ones.
+        num_train_images: Training images per epoch.
+        num_val_images: Images per validation run.
+        num_shapes: Number of shapes in each image; later shapes hide earlier shapes.
         batch_size: Images per batch of the loader, per rank.
         num_workers: DataLoader worker processes.
 
@@ -115,7 +115,7 @@ class Shapes(pl.LightningDataModule):
         return self._loader(VALIDATION, self.num_val_images, shuffle=False)
 
     def example_batch(self) -> tuple[Tensor, Tensor]:
-        """Return a batch with the right shapes, without drawing it."""
+        """Return a batch with the right tensor shapes, without drawing images."""
         size = (self.batch_size, self.image_size, self.image_size)
         return torch.zeros(size[0], 3, *size[1:]), torch.zeros(size, dtype=torch.int64)
 
@@ -123,5 +123,5 @@ class Shapes(pl.LightningDataModule):
         images = Drawings(first, num_images, size=self.image_size, num_shapes=self.num_shapes)
         workers, is_kept = self.num_workers, self.num_workers > 0
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": is_kept}
-        # As keywords: Lightning sets `shuffle` when it creates the loader of one rank.
+        # Passed as keywords, because Lightning changes `shuffle` when it creates the loader of a rank.
         return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle, **options)

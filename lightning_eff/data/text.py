@@ -1,29 +1,29 @@
-"""Your own text for a causal language model, and conversations, read by Hugging Face `datasets`.
+"""Your own text or conversations for a causal language model, read with Hugging Face `datasets`.
 
 A batch is a dictionary of integer tensors in the format of transformers: `input_ids` and `labels` [B, T],
-with `position_ids` or `attention_mask`. Labels are the tokens themselves; the model compares each with its
-output one position earlier. The label is -100 where there is no target: at a document's first token, in
-padding, and in everything that the assistant does not say in a conversation.
+with `position_ids` or `attention_mask`. The label of a token is the token itself; the loss compares a label
+with the output one position earlier. The label is -100 where there is no target: at a document's first token,
+in padding, and in all turns of a conversation except the assistant's.
 
 `packing` selects how rows are made:
 
-- `true`: several uncut documents per row, by best fit. Positions restart at 0 in each document. From them,
-  models of transformers detect that attention must not cross; `HFCausalLM` tests this, and rejects a model
-  whose attention crosses. No target crosses a boundary, so each document trains as it would alone. Texts
+- `true`: several uncut documents per row, by best fit. Positions restart at 0 in each document, so models of
+  transformers detect that attention must not cross documents. `HFCausalLM` rejects a model whose attention
+  crosses documents. No target crosses documents, so each document trains as it would in a separate row. Texts
   longer than a row are split into pieces; conversations are truncated.
-- `across`: one stream of all documents, cut into rows. Attention and targets cross boundaries, as in most
-  pre-training. Nothing is dropped, and only the last row is padded.
+- `across`: one stream of all documents, cut into rows. Attention and targets cross documents, as in most
+  pre-training. No text is dropped, and no row except the last is padded.
 - `grouped`: one document per row; a batch has rows of similar length (transformers' `LengthGroupedSampler`).
   Documents longer than a row are truncated.
 - `false`: one document per row, padded to the longest in its batch and masked. Documents longer than a row
   are truncated.
 
-Truncated and dropped text is logged, and so is the fraction of padding. A conversation is a list of
-`{role, content}`. With `field=messages`, a row may also be in the format of ShareGPT (`conversations`) or
-Alpaca (`instruction`, `input`, `output`).
+Counts of truncated and dropped documents, and the fraction of padding, are logged. A conversation is a list
+of `{role, content}`. With `field=messages`, a row of the data may also have the format of ShareGPT
+(`conversations`) or Alpaca (`instruction`, `input`, `output`).
 
 `prepare_data` tokenizes all documents once, into a file under `cache_dir` that is read through a memory map.
-A row can be read by its index alone, so a run resumes in the middle of an epoch (`callbacks/exact_resume`).
+A row is read by its index alone, so a run can resume in the middle of an epoch (`callbacks/exact_resume`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 _log = rank_zero_only(log.log)
 
 PYDOC = "pydoc"
-"""A path that stands for the topics of `help()`: English prose that every Python has."""
+"""A path that stands for the topics of `help()`, English prose that every Python installation has."""
 HUB = re.compile(
     r"hf://datasets/(?P<name>[^@:]+)(@(?P<revision>[^:]+))?(:(?P<subset>[^:]*))?(:(?P<split>.+))?"
 )
@@ -73,13 +73,13 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 FORMAT = 1
-"""Version of the cached file; increase it with every change."""
+"""Format version of the cache file; increase it with every change of the format."""
 CHUNK = 200
 """Number of documents tokenized at once."""
 
 
 class DataError(ValueError):
-    """The data cannot be used with these settings; the command exits as for any wrong setting."""
+    """The data cannot be used with these settings; the exit code is the same as for a wrong setting."""
 
     exit_code = 2
 
@@ -88,21 +88,21 @@ class Text(pl.LightningDataModule):
     """Documents as rows of tokens with labels.
 
     Args:
-        paths: Files, folders or patterns with `*`, of text, JSON, JSON Lines, CSV or Parquet; a folder
-            written by `save_to_disk` of datasets; `hf://datasets/owner/name` for the training split of a data
-            set on the hub, optionally followed by `@revision`, `:subset` and `:split`; `pydoc` for the
-            English prose of Python's own help.
-        tokenizer: Hugging Face name or folder; None for bytes, 257 tokens.
-        context_length: Longest row in tokens.
+        paths: Files, folders or patterns with `*` (text, JSON, JSON Lines, CSV or Parquet), a folder written
+            by `save_to_disk` of datasets, or `pydoc` for the English prose of Python's own help. The path
+            `hf://datasets/owner/name` names the training split of a data set on the hub; `@revision`,
+            `:subset` and `:split` may follow the name.
+        tokenizer: Name or folder of a Hugging Face tokenizer; None means a byte tokenizer with 257 tokens.
+        context_length: Maximum number of tokens in a row.
         batch_size: Rows per batch of the loader, per rank.
         packing: True, False, "across" or "grouped", as described in the module's docstring.
         field: Column with the text or the conversation. A text file is one document.
-        val_fraction: Fraction of the documents for validation, from 0 (none) to 0.5; the same in every run.
+        val_fraction: Fraction of the documents for validation, 0 to 0.5; every run has the same documents.
         cache_dir: Folder for tokenized documents, and for the cache of `datasets`.
 
     Raises:
-        ValueError: A value is out of range, or the tokenizer cannot be loaded; raised in `prepare_data` if a
-            file cannot be read or a row has no text.
+        ValueError: A value is out of range, or the tokenizer cannot be loaded. Also raised in `prepare_data`,
+            if a file cannot be read or a row has no text.
         FileNotFoundError: A path matches no file.
         ModuleNotFoundError: transformers or datasets is not installed.
 
@@ -147,17 +147,17 @@ class Text(pl.LightningDataModule):
         self.vocab_size = self.training_tokenizer.vocab_size
         """Number of rows that a model's embedding needs."""
         self.padding_fraction: float | None = None
-        """Fraction of the training positions without a token, set by `setup`; None if unknown."""
+        """Fraction of padding in the training rows, set by `setup`; None if unknown."""
         self._rows: dict[str, Rows] = {}
 
     @override
     def prepare_data(self) -> None:
-        """Tokenize all documents, unless the cache has them undamaged."""
+        """Tokenize all documents, unless an undamaged cache file has their tokens."""
         self._tokenized(check=is_undamaged)
 
     def _tokenized(self, check: Callable[[Path], bool] = Path.is_file) -> Documents:
         opened = open_sources(self.sources, self.field, Path(self.cache_dir))
-        # The file's name holds everything that its content depends on, so a change of data makes a new file.
+        # The file's name has a hash of everything that its content depends on, so other data get a new file.
         prints = " ".join(rows._fingerprint for _, rows in opened)  # noqa: SLF001 - datasets has no public one
         facts = f"{FORMAT} {self.field} {self.training_tokenizer.digest()} {prints}"
         file = Path(self.cache_dir) / f"text-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.pt"
@@ -182,7 +182,7 @@ class Text(pl.LightningDataModule):
                 f"val_fraction={self.val_fraction} of 1 document leaves none to train on\n"
                 "  try: data.val_fraction=0, or one file a document"
             )
-        # A fixed seed: runs with other seeds are compared on the same validation documents.
+        # The seed is fixed, so that runs with different seeds have the same validation documents.
         order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0)).numpy()
         is_val = np.isin(pieces.pieces[:, 0], kept[order[:num_val]])
         pad_id = self.training_tokenizer.pad_id
@@ -221,7 +221,7 @@ class Text(pl.LightningDataModule):
             return self._loader(rows, shuffle=True)
         from transformers.trainer_pt_utils import LengthGroupedSampler
 
-        # All ranks draw the same order; Lightning gives each rank its fraction of it.
+        # All ranks draw the same order, and Lightning gives each rank a fraction of the rows.
         generator = torch.Generator().manual_seed(torch.initial_seed())
         sampler = LengthGroupedSampler(self.batch_size, lengths=rows.lengths.tolist(), generator=generator)
         return self._loader(rows, sampler=sampler)
@@ -232,16 +232,16 @@ class Text(pl.LightningDataModule):
 
     def _loader(self, rows: Rows, **order: Any) -> DataLoader[dict[str, Tensor]]:
         pad = functools.partial(collate_padded, pad_id=self.training_tokenizer.pad_id)
-        # Packed rows are full already; others are padded to the longest row of their batch.
+        # Packed rows are full already; other rows are padded to the longest row of their batch.
         collate = None if self.packing in (True, "across") else pad
-        # As keywords: Lightning changes `shuffle` or `sampler` when it creates the loader of one rank.
+        # Passed as keywords, because Lightning changes `shuffle` or `sampler` for the loader of a rank.
         return DataLoader(rows, batch_size=self.batch_size, collate_fn=collate, **order)
 
 
 def find_sources(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the sources to read: `pydoc`, `hub` or `saved` with a name, or a `datasets` builder with files.
+    """Return sources as pairs: `pydoc`, `hub` or `saved` with a name, or a `datasets` builder with files.
 
-    Each file occurs once, even if several paths match it. Otherwise a document could be in both splits.
+    A file that several paths match occurs once, because otherwise a document could be in both splits.
 
     Raises:
         FileNotFoundError: A path matches no file.
@@ -266,7 +266,7 @@ def find_sources(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
             continue
         reason = "matches no file, folder or pattern"
         if path.is_dir():
-            # For JSON only *.jsonl: *.json files in folders are often settings.
+            # Files that end in .json are skipped in folders, because such files are often settings.
             known = [suffix for suffix in BUILDERS if suffix != ".json"]
             files = [file for file in path.rglob("*") if file.suffix.lower() in known]
             reason = f"has no file that ends in {', '.join(known)}"
@@ -325,7 +325,7 @@ def open_sources(
 
 
 def _open(kind: str, names: list[str], field: str, cache_dir: Path) -> Any:
-    """Open a source; `datasets` reads data only, and runs no code from a data set's repository."""
+    """Open a source with `datasets`, which runs no code from a data set's repository."""
     import datasets
 
     if kind == "pydoc":
@@ -365,7 +365,7 @@ def read_documents(opened: Sequence[tuple[str, Any]], field: str) -> Iterator[tu
     """Yield each document (a text or a conversation) and its origin.
 
     Raises:
-        DataError: A row is neither.
+        DataError: A row is neither a text nor a conversation.
     """
     for name, rows in opened:
         for number, row in enumerate(rows, start=1):
@@ -409,14 +409,14 @@ def _conversation(row: Mapping[str, Any], location: str) -> list[dict[str, Any]]
         if role is None:
             known = ", ".join(SHAREGPT_ROLES)
             raise DataError(f"{location}: a turn is from {turn.get('from')!r}: expected one of {known}")
-        if role == "system":  # the conversation's own prompt replaces the row's
+        if role == "system":  # this turn replaces the row's system prompt
             turns.clear()
         turns.append({"role": role, "content": turn.get("value")})
     return turns
 
 
 def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTokenizer) -> dict[str, Tensor]:
-    """Return the fields of `Documents`.
+    """Tokenize all documents; return the fields of `Documents` by name.
 
     Raises:
         DataError: There is no document, or a conversation has no answer; the message names its row.
@@ -424,7 +424,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     is_chat: list[bool] = []
-    # In chunks: one call of a fast tokenizer uses all cores, and only one chunk is held as text.
+    # In chunks: a call of a fast tokenizer uses all cores, and memory holds the text of a single chunk.
     for chunk in iter(lambda: list(itertools.islice(documents, CHUNK)), []):
         of_texts = iter(tokenizer.encode_texts([text for text, _ in chunk if isinstance(text, str)]))
         for content, location in chunk:
@@ -441,7 +441,8 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
             is_chat.append(not isinstance(content, str))
     if not tokens:
         raise DataError("data.paths: no document found")
-    # The first token is no target, since no token precedes it. The appended one makes argmax always find one.
+    # The first token is no target, since no token precedes it. The appended True is what argmax finds if a
+    # document has no target.
     first_target = [1 + int(np.append(mask[1:], True).argmax()) for mask in masks]
     arrays = {
         "tokens": np.concatenate(tokens),

@@ -1,8 +1,8 @@
 """A small residual network for images, written to be read.
 
-Blocks of two 3x3 convolutions with batch normalisation, whose output is added to their input (He et al.
-2016). After half of the blocks, the image size is halved and the channels are doubled. Shapes in comments: B
-images, C channels, H x W pixels.
+Each block adds the output of two 3x3 convolutions with batch normalisation to its input (He et al. 2016).
+After half of the blocks, the image size is halved and the number of channels is doubled. Shapes in comments:
+B images, C channels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CNN(pl.LightningModule):
         in_channels: Channels of the images.
         num_classes: Number of labels.
         channels: Channels of the first half of the blocks; the second half has twice as many.
-        num_blocks: Blocks in each half.
-        dropout: Fraction of the pooled channels dropped in training, 0 to 1.
+        num_blocks: Number of blocks in each half.
+        dropout: Fraction of the pooled channels that are dropped in training, 0 to 1.
 
     Raises:
         ValueError: A size is not positive, or `dropout` is outside its range.
@@ -91,6 +91,7 @@ class CNN(pl.LightningModule):
             logits: [B, num_classes].
             labels: Integers [B].
         """
+        # The loss of 16-bit logits is computed in float32, because its sums would lose accuracy.
         is_16_bit = logits.dtype in {torch.bfloat16, torch.float16}
         return F.cross_entropy(logits.float() if is_16_bit else logits, labels)
 

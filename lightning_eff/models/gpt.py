@@ -1,9 +1,9 @@
 """A small GPT, written to be read.
 
-Decoder-only Transformer with RMS normalisation before attention and MLP (Zhang & Sennrich 2019), rotary
-positions (Su et al. 2021), `scaled_dot_product_attention`, a GELU MLP, and by default an output projection
-that shares its weight with the token embedding. Shapes in comments: B sequences, T tokens each, C = `d_model`
-channels, H = `num_heads`, D = C / H.
+The model is a decoder-only Transformer with RMS normalisation before attention and MLP (Zhang & Sennrich
+2019). Attention uses rotary positions (Su et al. 2021) and `scaled_dot_product_attention`; the MLP uses GELU.
+By default, the output projection shares its weight with the token embedding. Shapes in comments: B sequences,
+T tokens each, C = `d_model` channels, H = `num_heads`, D = C / H.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 IGNORED_TARGET = -100
-"""A target with this value adds nothing to the loss; cross-entropy's own default."""
+"""A target with this value adds nothing to the loss; the default `ignore_index` of cross-entropy."""
 
 
 class Attention(nn.Module):
@@ -87,18 +87,18 @@ class TransformerBlock(nn.Module):
 class GPT(pl.LightningModule):
     """Next-token prediction.
 
-    A batch is a pair of integer tensors [B, T]: inputs, and targets; targets equal to `IGNORED_TARGET` are
+    A batch is a pair of integer tensors [B, T], inputs and targets. Targets equal to `IGNORED_TARGET` are
     ignored.
 
     Args:
         vocab_size: Number of different tokens.
-        context_length: Longest sequence in tokens.
+        context_length: Maximum number of tokens in a sequence.
         d_model: Channels between blocks; a multiple of 2 * `num_heads`, since rotary positions rotate pairs.
         num_layers: Number of blocks.
         num_heads: Attention heads per block.
         dropout: Fraction of activations dropped in training, 0 to 1.
-        tie_word_embeddings: Share the embedding's weight with the output projection; False for two weights,
-            for example after merging an adapter of one of them.
+        tie_word_embeddings: Whether the output projection shares the embedding's weight. False keeps two
+            weights, for example after an adapter was merged into one of the two weights.
 
     Raises:
         ValueError: A size is not positive, or `d_model` is not a multiple of `2 * num_heads`.
@@ -143,7 +143,7 @@ class GPT(pl.LightningModule):
         self.head = nn.Linear(d_model, vocab_size, bias=False)
         if tie_word_embeddings:
             self.head.weight = self.embedding.weight
-        # As in GPT-2: std 0.02, and 0.02 / sqrt(2 * num_layers) for the two layers of each block whose output
+        # As in GPT-2: std 0.02, but 0.02 / sqrt(2 * num_layers) for the two layers of each block whose output
         # is added to the residual stream.
         residual_std = 0.02 / math.sqrt(2 * num_layers)
         for name, parameter in self.named_parameters():
@@ -152,10 +152,10 @@ class GPT(pl.LightningModule):
                 nn.init.normal_(parameter, std=residual_std if into_residual else 0.02)
 
     def check_data(self, data: object) -> None:
-        """Check that the model has a row for each token and position of a data module.
+        """Check that the model supports all tokens and positions of a data module.
 
         Raises:
-            ValueError: The data has more tokens or positions.
+            ValueError: The data has more tokens or positions than the model.
         """
         for key in ("vocab_size", "context_length"):
             given, own = getattr(data, key, None), self.hparams[key]
@@ -181,7 +181,7 @@ class GPT(pl.LightningModule):
         return self.head(self.norm(x))
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats over the targets that are not ignored; 0 if there are none.
+        """Return the mean cross-entropy in nats over the targets that are not ignored, or 0 without targets.
 
         Args:
             logits: [B, T, vocab_size].
@@ -209,12 +209,12 @@ class GPT(pl.LightningModule):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, *, max_new_tokens: int, **options: Any) -> Tensor:
-        """Append tokens to each row of `tokens`; with dropout, call `eval()` first.
+        """Append new tokens to each row of `tokens`; call `eval()` first, to switch dropout off.
 
         Args:
             tokens: Prompts [B, T]; only the last `context_length` tokens are used.
             max_new_tokens: Number of tokens to append.
-            options: The arguments of `next_token`.
+            options: Keyword arguments of `next_token`.
 
         Returns:
             Integer tensor [B, T + max_new_tokens].
@@ -224,7 +224,7 @@ class GPT(pl.LightningModule):
         """
         if tokens.shape[1] == 0:
             raise ValueError("the prompt is empty: pass at least one token")
-        # Without a key-value cache: all tokens are computed again for each new one.
+        # There is no key-value cache: each new token needs a forward pass over all tokens before it.
         for _ in range(max_new_tokens):
             logits = self(tokens[:, -self.context_length :])[:, -1].float().cpu()
             tokens = torch.cat([tokens, next_token(logits, **options).to(tokens.device)], dim=1)
@@ -239,13 +239,13 @@ def next_token(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Tensor:
-    """Return a token [B, 1] for each row of logits [B, vocab_size]; options are as in transformers.
+    """Return a token [B, 1] for each row of logits [B, vocab_size]; options are the same as in transformers.
 
     Args:
-        logits: On the CPU, so that a seed draws the same tokens on every device.
+        logits: Logits on the CPU, so that a seed draws the same tokens on every device.
         do_sample: Draw with the global random generator; if False, the other options have no effect.
-        temperature: Divides the logits before the other options apply; above 0.
-        top_k: Draw from this many likeliest tokens; None for all.
+        temperature: Number above 0 that divides the logits before the other options apply.
+        top_k: Number of likeliest tokens to draw from; None means all tokens.
         top_p: Draw from the smallest set of likeliest tokens with at least this total probability.
 
     Raises:
@@ -259,15 +259,16 @@ def next_token(
         )
     logits, tokens = (logits / temperature).sort(descending=True)
     probabilities = logits[:, :top_k].softmax(-1)
-    # Drop a token if the likelier ones reach top_p; the likeliest has none before it, so it always stays.
+    # Drop a token if the likelier tokens already reach top_p. The likeliest token always stays.
     likelier = probabilities.cumsum(-1) - probabilities
     return tokens.gather(-1, torch.multinomial(probabilities.masked_fill(likelier >= top_p, 0.0), 1))
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over the targets [B, T] that are not ignored, or 0; 16-bit logits become float32."""
+    """Return the mean loss of targets [B, T] that are not ignored, or 0; cast 16-bit logits to float32."""
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
+    # Sum, then divide: the mean of `F.cross_entropy` is NaN if all targets are ignored.
     total = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )

@@ -1,16 +1,16 @@
 """Any causal language model of Hugging Face transformers, by hub name or local folder.
 
 The architecture must be built into transformers: code next to the weights is never executed, and attention
-kernels are not downloaded. Weights are read from safetensors only, because the older files are pickles. With
+kernels are not downloaded. Weights must be safetensors files, because the older formats are pickles. With
 `HF_HUB_OFFLINE=1` nothing uses the network.
 
-The constructor checks the configuration and the names of the files, so a wrong name fails early. Weights are
-read in `configure_model`, before techniques change the model, with the Trainer's dtype and device. On the
-meta device, pretrained weights are read to the CPU, and random weights stay on meta.
+The constructor checks the configuration and the names of the files, so a wrong name fails early. Before
+techniques change the model, `configure_model` reads the weights to the Trainer's device. If this device is
+the meta device, pretrained weights are read to the CPU, and random weights stay on the meta device.
 
-The loss is the mean over targets, and its weight is the number of targets. So a step of several micro-batches
-has the gradient of the full batch. Packed documents (`position_ids` that restart at 0) stay separate only in
-models that derive the attention mask from positions. Four tokens test whether this model does.
+The loss is the mean over targets, weighted by the number of targets, so a step of several micro-batches has
+the gradient of the full batch. Packed documents have `position_ids` that restart at 0. Such documents stay
+separate if the model derives the attention mask from positions, which a test with four tokens checks.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class HFCausalLM(pl.LightningModule):
     """Next-token prediction by a model of transformers.
 
     A batch is a dictionary of integer tensors [B, T]: `input_ids`, `labels`, and optionally `attention_mask`
-    or `position_ids`. A label is the token itself, or -100 if it is not a target; the model compares each
-    label with its output one position earlier.
+    or `position_ids`. The label of a token is the token itself, or -100 if the token is not a target. The
+    loss compares each label with the logits one position earlier.
 
     Args:
-        name: Hub name or folder.
-        pretrained: Read the weights; False for random weights from the configuration, for pre-training.
-        dtype: Dtype of the weights; "auto" for the files' dtype.
-        attn_implementation: Name in transformers; "auto" is sdpa, or eager if the model has no sdpa.
+        name: Hub name or folder of the model.
+        pretrained: Whether to read pretrained weights; if False, weights are random, for pre-training.
+        dtype: Dtype of the weights; "auto" keeps the dtype of the files.
+        attn_implementation: Attention of transformers; "auto" means sdpa, or eager if the model has no sdpa.
         revision: Branch, tag or commit on the hub.
-        vocab_size: Minimum rows of the embedding, for a tokenizer with more tokens; None for the model's own.
-        pad_to_multiple_of: The rows of the embedding are rounded up to a multiple; 64 suits tensor cores.
+        vocab_size: Minimum number of embedding rows, for a tokenizer with more tokens than the model.
+        pad_to_multiple_of: Multiple to which the number of embedding rows is padded; 64 suits tensor cores.
 
     Raises:
-        ValueError: The model does not exist or is not built into transformers; its weights are pickles,
+        ValueError: The model does not exist or is not built into transformers; the weights are pickles,
             quantized, or an adapter; a number is not positive.
         ModuleNotFoundError: transformers is not installed.
 
@@ -85,7 +85,7 @@ class HFCausalLM(pl.LightningModule):
         self._attention: str = attn_implementation
         if pretrained:
             check_weights(name, self._config)
-        # On the CPU, even if the default device is meta.
+        # Drawn on the CPU, because a tensor on the meta device has no value.
         self._seed = int(torch.randint(2**31, (), device="cpu"))
         self.model: Any = None
         """The model of transformers; None before `configure_model`."""
@@ -103,7 +103,7 @@ class HFCausalLM(pl.LightningModule):
         attention = None if self._attention == "auto" else self._attention
         options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": False}
         on_meta = torch.empty(0).device.type == "meta"
-        # Random weights depend on the seed at construction only, not on when a strategy builds the model.
+        # Random weights depend on a seed from the constructor, not on when a strategy builds the model.
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(self._seed)
             if not self.hparams["pretrained"]:
@@ -124,6 +124,7 @@ class HFCausalLM(pl.LightningModule):
                 if self._embedding_rows(num_rows) != num_rows:
                     model.resize_token_embeddings(self._embedding_rows(num_rows))
         self._attention = model.config._attn_implementation  # noqa: SLF001 - private in transformers 5
+        # `from_pretrained` returns a model in evaluation mode.
         self.model = model.train()
         self.isolates_documents = self._test_isolation()
         parameters = list(model.parameters())
@@ -133,7 +134,7 @@ class HFCausalLM(pl.LightningModule):
 
     def _embedding_rows(self, current: int) -> int:
         """Return the number of rows that the embedding needs."""
-        # Never fewer than the current rows: the checkpoint's tokens would lose their embedding.
+        # With fewer rows than now, some of the checkpoint's tokens would lose their embedding.
         num_rows = max(current, self.hparams["vocab_size"] or 0)
         multiple = self.hparams["pad_to_multiple_of"] or 1
         return -(-num_rows // multiple) * multiple
@@ -144,18 +145,21 @@ class HFCausalLM(pl.LightningModule):
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             return False
         weight = next(self.model.parameters())
-        is_meta = weight.untyped_storage().device.type == "meta"  # fake tensors too, whose device is not meta
+        is_meta = (
+            weight.untyped_storage().device.type == "meta"
+        )  # also for fake tensors, whose `device` is not meta
         if is_meta or self._attention.startswith(("flash", "flex")):
             return None
-        # Three rows of two documents with two tokens each: in the second row the first document is another
-        # one, in the third row the second document.
+        # Each row packs two documents of two tokens. Row 1 differs from row 0 in the first document, row 2
+        # differs from row 0 in the second document.
         tokens = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3], [0, 1, 4, 3]], device=weight.device)
         positions = torch.tensor([[0, 1, 0, 1]], device=weight.device).expand(3, -1)
         self.model.eval()
         last = self(tokens, position_ids=positions)[:, -1].float()
         self.model.train()
         other, same = (last[1:] - last[0]).abs().amax(-1).tolist()
-        # Masked attention leaks nothing; the state of a recurrent layer leaks about 0.3 % of its effect.
+        # With masked attention, another first document has no effect on the last token. With a recurrent
+        # layer, the effect is about 0.3 % of the effect of another second document.
         return None if same == 0.0 else other <= 1e-4 * same
 
     @override
@@ -166,7 +170,7 @@ class HFCausalLM(pl.LightningModule):
         """Check that the model has an embedding for each token and position of a data module.
 
         Raises:
-            ValueError: The data has more tokens, or longer rows.
+            ValueError: The data has more tokens, or longer rows, than the model supports.
         """
         self._check_length(getattr(data, "context_length", None))
         num_tokens = getattr(data, "vocab_size", None)
@@ -179,7 +183,7 @@ class HFCausalLM(pl.LightningModule):
             )
 
     def _check_length(self, length: object) -> None:
-        """Reject rows longer than the model's positions; rotary positions have no limit."""
+        """Reject rows with more tokens than the model has positions; rotary positions have no limit."""
         config = self._config.get_text_config()
         most = getattr(config, "max_position_embeddings", None)
         is_rotary = hasattr(config, "rope_parameters")
@@ -199,7 +203,7 @@ class HFCausalLM(pl.LightningModule):
         keywords: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": False}
         if position_ids is not None:
             keywords["position_ids"] = position_ids
-            # In transformers, flash attention detects documents only in a batch of one row.
+            # In transformers, flash attention detects documents only if the batch has a single row.
             if self._attention.startswith("flash"):
                 input_ids, keywords["position_ids"] = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         return self.model(input_ids=input_ids, **keywords).logits.view(*shape, -1)
@@ -209,7 +213,7 @@ class HFCausalLM(pl.LightningModule):
 
         Args:
             logits: [B, T, vocab_size].
-            labels: Integers [B, T]; a label is compared with the logits one position before.
+            labels: Integers [B, T]; a label is compared with the logits one position earlier.
         """
         return mean_cross_entropy(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORED_TARGET))
 
@@ -221,7 +225,7 @@ class HFCausalLM(pl.LightningModule):
                 "  try: data.packing=false, or data.packing=grouped"
             )
         labels = batch["labels"]
-        # Labels with a prediction: all that are not ignored, except the first in each row.
+        # The weight counts the labels with a prediction; the first label of a row has no prediction.
         return self.loss(self(**inputs), labels), (labels[:, 1:] != IGNORED_TARGET).sum()
 
     @override
@@ -247,10 +251,11 @@ class HFCausalLM(pl.LightningModule):
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=2e-5)
 
     def generate(self, tokens: Tensor, *, max_new_tokens: int, **options: Any) -> Tensor:
-        """Append at most `max_new_tokens` to each row of `tokens` [B, T]; call `eval()` first.
+        """Append at most `max_new_tokens` tokens to each row of `tokens` [B, T]; call `eval()` first.
 
-        `generate` of transformers does it, with these options and the model's generation config.
+        The method `generate` of transformers gets these options, and applies the model's generation config.
         """
+        # Prompts have no padding, so every token takes part in attention.
         options |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": max_new_tokens}
         return self.model.generate(input_ids=tokens, **options)
 
@@ -259,7 +264,7 @@ def read_config(name: str, revision: str | None) -> Any:
     """Return the configuration of a causal language model, by hub name or folder.
 
     Raises:
-        ValueError: It cannot be loaded, needs custom code, or is another kind of model.
+        ValueError: The configuration cannot be loaded, needs custom code, or is of another kind of model.
         ModuleNotFoundError: transformers is not installed.
     """
     try:
@@ -282,7 +287,7 @@ def read_config(name: str, revision: str | None) -> Any:
 
 
 def load_failure_message(name: str, upstream_message: str) -> str:
-    """Return why a model cannot be loaded and what to do, from transformers' error message."""
+    """Return a message with cause and remedy for a model that transformers cannot load."""
     if "trust_remote_code" in upstream_message:
         reason = "needs custom code, which is never executed: name a model that is built into transformers"
         return f"name={name!r} {reason}"
@@ -291,14 +296,14 @@ def load_failure_message(name: str, upstream_message: str) -> str:
 
 
 def check_weights(name: str, config: Any) -> None:
-    """Check the kind of a model's weights, as far as its files are in a local folder.
+    """Check the format of a model's weights; the files are checked if the model is a local folder.
 
     Raises:
-        ValueError: They are quantized, pickles, or missing.
+        ValueError: The weights are quantized, pickled or missing.
     """
     folder = Path(name).expanduser()
     weights = list(folder.glob("*.safetensors"))
-    # Do not read them: a FIFO would wait for a writer, and a device may never end.
+    # Do not read irregular files: a FIFO would wait for a writer, and a device may never end.
     irregular = [file.name for file in weights if not file.is_file()]
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     problem = ""

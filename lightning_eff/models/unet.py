@@ -2,9 +2,9 @@
 
 Each stage has two 3x3 convolutions, each followed by SiLU. Between stages of the encoder the image size is
 halved and the channels are doubled; the decoder does the opposite. Each decoder stage also gets the output of
-the encoder stage of its size (Ronneberger et al. 2015). Every layer is local: its output at a pixel depends
-only on pixels nearby. So there is no normalisation over the image; initial weights keep the mean square of
-activations instead. Shapes in comments: B images, C channels, H x W pixels.
+the encoder stage with the same image size (Ronneberger et al. 2015). Every layer is local: the output at a
+pixel depends on nearby pixels alone. To stay local, no layer normalises over the image. Instead, initial
+weights keep the mean square of activations. Shapes in comments: B images, C channels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torchmetrics.classification import MulticlassJaccardIndex
 from typing_extensions import override
 
 GAINS = {(3, 3): 1.68, (2, 2): 1.0, (1, 1): 0.1}
-"""By kernel size. 3x3, before a SiLU: 1 / sqrt(E[silu(z)^2]) for normal z. 1x1: first logits are near 0."""
+"""Gain of the initial weights by kernel size. Before a SiLU (3x3), the gain is 1 / sqrt(E[silu(z)^2]) for
+normal z. The small gain of the last convolution (1x1) keeps the first logits near 0."""
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -32,7 +33,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 def stage(in_channels: int, channels: int, *, norm: bool) -> nn.Sequential:
-    """Return two convolutions with their activations: [B, in_channels, H, W] to [B, channels, H, W]."""
+    """Return two convolutions with activations that map [B, in_channels, H, W] to [B, channels, H, W]."""
     layers: list[nn.Module] = []
     for inputs in (in_channels, channels):
         layers.append(nn.Conv2d(inputs, channels, 3, padding=1))
@@ -42,16 +43,16 @@ def stage(in_channels: int, channels: int, *, norm: bool) -> nn.Sequential:
 
 
 class UNet(pl.LightningModule):
-    """Segmentation: a class per pixel.
+    """Segmentation into one class per pixel.
 
     A batch is a pair: images [B, in_channels, H, W] of floats, and masks [B, H, W] of integers.
 
     Args:
         in_channels: Channels of the images.
         num_classes: Classes per pixel, including the background.
-        channels: Channels at full size; twice as many at each lower level.
+        channels: Channels at full image size; each lower level has twice as many.
         num_levels: Number of image sizes, each half of the previous one.
-        norm: Layer normalisation over channels after each 3x3 convolution.
+        norm: Whether each 3x3 convolution is followed by layer normalisation over channels.
 
     Raises:
         ValueError: A size is not positive, or an image's size is not a multiple of 2 ** (num_levels - 1).
@@ -83,6 +84,7 @@ class UNet(pl.LightningModule):
         self.encoder = nn.ModuleList(stage(a, b, norm=norm) for a, b in zip(firsts, widths, strict=True))
         self.down = nn.ModuleList(nn.Conv2d(wide, deep, 2, stride=2) for wide, deep in pairs)
         self.up = nn.ModuleList(nn.ConvTranspose2d(deep, wide, 2, stride=2) for wide, deep in pairs)
+        # A decoder stage reads the skip connection and the upsampled features, 2 * wide channels.
         self.decoder = nn.ModuleList(stage(2 * wide, wide, norm=norm) for wide, _ in pairs)
         self.head = nn.Conv2d(channels, num_classes, 1)
         self.iou = MulticlassJaccardIndex(num_classes)
@@ -112,6 +114,7 @@ class UNet(pl.LightningModule):
             logits: [B, num_classes, H, W].
             masks: Integers [B, H, W].
         """
+        # The loss of 16-bit logits is computed in float32, because its sums would lose accuracy.
         is_16_bit = logits.dtype in {torch.bfloat16, torch.float16}
         return F.cross_entropy(logits.float() if is_16_bit else logits, masks)
 
@@ -124,7 +127,7 @@ class UNet(pl.LightningModule):
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the loss and the intersection over union, averaged over classes, over all images."""
+        """Log the loss over all images, and the intersection over union as a mean over classes."""
         images, masks = batch
         logits = self(images)
         loss = self.loss(logits, masks)
@@ -139,9 +142,10 @@ class UNet(pl.LightningModule):
 
 
 def _keep_mean_square(layer: nn.Module) -> None:
-    """Draw a convolution's weights so that the mean square stays the same through it and its SiLU."""
+    """Draw a convolution's weights so that convolution and SiLU keep the mean square of activations."""
     if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
-        inputs = layer.in_channels  # of each output: from all pixels, or the one pixel below
+        # Inputs per output: from all pixels of the kernel, or from one pixel in a transposed convolution.
+        inputs = layer.in_channels
         inputs *= 1 if isinstance(layer, nn.ConvTranspose2d) else math.prod(layer.kernel_size)
         kernel_size = (layer.kernel_size[0], layer.kernel_size[1])
         nn.init.normal_(layer.weight, std=GAINS[kernel_size] / math.sqrt(inputs))

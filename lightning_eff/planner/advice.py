@@ -1,11 +1,11 @@
-"""Advise which techniques lower a step's peak, by how much and at how many FLOPs.
+"""Advise which techniques lower a step's peak, how much memory they save and how many FLOPs they cost.
 
-`plan --advice`, `tune` and `out_of_memory.py` call `advise`. It switches each technique on and predicts the
-step again, because a static table cannot know where a model's peak is. Candidates are the overrides that
-techniques state (`core.technique.Try`). A candidate that conflicts with the recipe is listed with the reason.
-If a batch does not fit, smaller micro-batches are tried first, because they leave the training unchanged.
-Then the candidate that saves most is added, until the step fits. Each one is predicted on top of those chosen
-before, because the peak moves.
+`plan --advice`, `tune` and `out_of_memory.py` call `advise`. For each technique, `advise` predicts the step
+again, because the position of the peak depends on the model. Candidates are the overrides that techniques
+state (`core.technique.Try`). A candidate that conflicts with the recipe is listed with the reason. If a batch
+does not fit, smaller micro-batches are tried first, because they leave the training unchanged. Then
+candidates are added until the step fits, and each time the candidate that saves most is chosen. Every
+addition moves the peak, so each candidate is predicted on top of the candidates already chosen.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lightning_eff.run import build_trainer
 Options = tuple[str, ...]
 """Overrides of a recipe that switch a technique on, as a user types them."""
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
-"""Compose the recipe with further overrides."""
+"""Function that composes the recipe with further overrides."""
 TRIED_MICRO_BATCHES = 8
-"""Maximum number of micro-batches per batch to try; a prediction's time grows with it."""
+"""Maximum number of micro-batches per batch to try; a prediction takes longer with more micro-batches."""
 MIN_SAVING = 0.01
 """Fraction of the peak that a technique must save to be worth its cost."""
 MIN_HALVING = 0.03
-"""Fraction of the peak that half a micro-batch must save for the next half to be tried."""
+"""Fraction of the peak that halving a micro-batch must save; otherwise no smaller micro-batch is tried."""
 PART = "{part}"
-"""Stands for a number of samples in the overrides of a technique that divides batches."""
+"""Placeholder for the micro-batch size in the overrides of a technique that splits batches."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Candidate:
 
     words: Options
     needs: frozenset[str] = frozenset()
-    """Facts of the run without which it saves nothing."""
+    """Facts of the run without which the technique saves nothing."""
     note: str = ""
-    """How it changes the training; empty if the training stays the same."""
+    """How the technique changes the training; empty if the training stays the same."""
     is_chosen: bool = True
-    """Whether it may be chosen to make a recipe fit; if not, its saving is only shown."""
+    """Whether the technique may be chosen to make a recipe fit; if False, its saving is just listed."""
 
     @property
     def divides(self) -> bool:
-        """Whether it splits batches into parts of a given number of samples."""
+        """Whether the technique splits batches into micro-batches of a chosen size."""
         return PART in self.words[-1] and not self.needs
 
 
 def candidates() -> list[Candidate]:
-    """Return every candidate that a technique states."""
+    """Return the candidates of all techniques that lower memory."""
     return [
         Candidate(
             (catalog.use_of(way.option), *way.overrides),
@@ -74,28 +74,28 @@ def candidates() -> list[Candidate]:
 
 @dataclass(frozen=True)
 class Saving:
-    """Effect of a candidate."""
+    """Effect of a candidate on a step."""
 
     words: Options
     saved_bytes: int | None = None
     """Bytes saved at the peak; None if the step cannot be predicted with the candidate."""
     peak_bytes: int | None = None
-    """The new peak."""
+    """Peak with the candidate."""
     flops_ratio: float | None = None
-    """FLOPs of a batch with the candidate, divided by the FLOPs without it; None if none were counted."""
+    """FLOPs of a batch with the candidate, divided by the FLOPs without it; None if not counted."""
     why: str = ""
     """Why the candidate cannot be switched on, or the phase of the new peak."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Result of the search.
+    """Result of the search for techniques that lower the peak.
 
     Args:
-        alone: Savings of every candidate by itself, the largest first.
+        alone: Saving of each candidate by itself, the largest first.
         chosen: Candidates to add, in order, if the batch does not fit.
-        overrides: Overrides of the chosen candidates. Empty if the batch fits without them, or does not fit
-            even with all of them.
+        overrides: Overrides of the chosen candidates. Empty if the batch fits without candidates, or does not
+            fit even with all candidates.
         peak_bytes: Peak with the chosen candidates.
         fits: Whether the unchanged step fits.
         unfinished: Whether the time limit ended the search.
@@ -113,7 +113,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class AdvisedRecipe:
-    """A composed recipe with a batch of its data; it predicts each set of overrides once."""
+    """A composed recipe with a batch of its data; each set of overrides is predicted just once."""
 
     compose: Compose
     values: Mapping[str, Any]
@@ -124,13 +124,13 @@ class AdvisedRecipe:
 
     @classmethod
     def of(cls, compose: Compose, values: Mapping[str, Any], memory: DeviceMemory) -> AdvisedRecipe:
-        """Load a batch of a composed recipe; errors of the data are raised."""
+        """Load a batch of a composed recipe; raise any error of its data."""
         # A data module may print, for example while downloading; stdout is for the verb's JSON.
         with redirect_stdout(sys.stderr):
             return cls(compose, values, memory, ExampleBatch.of(values))
 
     def forecast(self, options: Options) -> MemoryForecast:
-        """Compose with further overrides and predict the step; raise what `train` would raise."""
+        """Compose with further overrides and predict the step; raise the errors that `train` would raise."""
         # A prediction takes seconds, and the search asks for the same overrides more than once.
         if options not in self._known:
             values = self.compose(options) if options else self.values
@@ -159,17 +159,18 @@ class AdvisedRecipe:
         return word.removeprefix("+callbacks=") in (self.values.get("callbacks") or {})
 
     def micro_batches(self) -> Iterator[Candidate]:
-        """Yield ever smaller halves of the current micro-batch; none for `auto`, which has tried them."""
+        """Yield candidates with half the current micro-batch size, a quarter of it, and so on."""
         samples = self.example.batch_size or samples_and_tokens(self.example.batch)[0]
         for candidate in candidates():
             if not candidate.divides:
                 continue
             *added, last = candidate.words
-            # A recipe that already has the technique is halved from its current size.
+            # If the recipe already has the technique, halve the size that the recipe sets.
             size: Any = samples
             if any(map(self.is_on, added)):
                 path = last.partition("=")[0].split(".")
                 size, added = functools.reduce(operator.getitem, path, self.values), []
+            # The size `auto` has already tried smaller micro-batches: nothing is left to halve.
             size = min(size, samples) if isinstance(size, int) else 1
             # size / 2, size / 4, ..., 1.
             for power in range(1, size.bit_length()):
@@ -179,11 +180,11 @@ class AdvisedRecipe:
         """Return the savings of each candidate on top of the options `before`, the largest first.
 
         Args:
-            before: Overrides that are already on; candidates that exclude one of them are skipped.
+            before: Overrides that are already chosen; candidates that conflict with one of them are skipped.
             until: Time of the monotonic clock after which no prediction starts.
             shows_all: Whether to include candidates that may not be chosen.
         """
-        # Candidates that divide batches are shown once, with the smallest part that is tried.
+        # A candidate that splits batches is listed once, with the smallest micro-batch that is tried.
         part = max(1, (self.example.batch_size or 1) // TRIED_MICRO_BATCHES)
         peak = self.forecast(before).peak
         facts = {f"peak/{holder.operation}" for holder in peak.holders} if peak is not None else set[str]()
@@ -191,7 +192,7 @@ class AdvisedRecipe:
         found: list[Saving] = []
         for each in candidates():
             is_asked_for = each.needs <= facts and (shows_all or each.is_chosen)
-            # Neither in the recipe already, nor in conflict with an override chosen before.
+            # Skip a candidate that the recipe already has, or that conflicts with a chosen override.
             is_new = not all(map(self.is_on, each.words))
             is_new &= not any(mutually_exclusive(each.words[0], word) for word in before)
             if is_asked_for and is_new and time.monotonic() < until:
@@ -201,7 +202,7 @@ class AdvisedRecipe:
 
 
 def mutually_exclusive(first: str, second: str) -> bool:
-    """Return whether two overrides set the same technique or group, so that only one can apply.
+    """Return whether two overrides set the same technique or group, so that they cannot be combined.
 
     Example:
         >>> mutually_exclusive("precision=bf16_mixed", "precision=bf16_true")
@@ -225,7 +226,7 @@ def advise(
 
     Args:
         recipe: The recipe to advise on.
-        usable_bytes: Bytes that the step may use; None takes the device's free bytes.
+        usable_bytes: Bytes that the step may use; None means the device's free bytes.
         budget_s: Seconds after which no further prediction starts.
         shows_alone: Whether to predict each candidate alone.
     """
@@ -238,13 +239,14 @@ def advise(
     alone = recipe.alone((), until) if shows_alone else []
     chosen = [] if fits else _savings_until_it_fits(recipe, usable_bytes, until)
     peak_bytes = chosen[-1].peak_bytes if chosen else None
+    # Overrides with which the step still does not fit are not recommended.
     is_enough = peak_bytes is not None and peak_bytes <= usable_bytes
     overrides = tuple(word for saving in chosen for word in saving.words) if is_enough else ()
     return Advice(alone, chosen, overrides, peak_bytes, fits, unfinished=time.monotonic() >= until)
 
 
 def _savings_until_it_fits(recipe: AdvisedRecipe, usable_bytes: int, until: float) -> list[Saving]:
-    """Return savings, each on top of the previous ones; the step fits with the last one if it can fit."""
+    """Return the savings of the techniques to add, in order, until the step fits or no technique helps."""
     peak_bytes = recipe.forecast(()).num_bytes or 0
     for candidate in recipe.micro_batches():
         if time.monotonic() >= until:
@@ -256,7 +258,7 @@ def _savings_until_it_fits(recipe: AdvisedRecipe, usable_bytes: int, until: floa
         if half.peak_bytes <= usable_bytes:
             return [half]
         peak_bytes = half.peak_bytes
-    # Greedy: add the technique that saves most on top of those chosen so far.
+    # Greedy search: in each pass, add the technique that saves most on top of the chosen techniques.
     chosen: list[Saving] = []
     while not chosen or (chosen[-1].peak_bytes or 0) > usable_bytes:
         options = tuple(word for saving in chosen for word in saving.words)

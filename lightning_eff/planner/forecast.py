@@ -1,15 +1,15 @@
-"""Predict the memory of a composed recipe: on a CPU, on an absent GPU, on each of many devices.
+"""Predict the memory of a composed recipe on a CPU, on a GPU that need not be present, or on many devices.
 
 `advice.py`, `longest.py` and the verb `plan` call `forecast`. Techniques, model and optimizer run for two
 steps on fake tensors (prediction/predict.py), with one batch of the recipe's data. A forecast never prepares
-data. If the data are not prepared, the data module's method `example_batch()`, if it has one, returns a
+data. If the data are not prepared and the data module has a method `example_batch()`, this method provides a
 synthetic batch of the right shapes.
 
-For a CUDA device, a forecast assumes the following. Each tensor takes a multiple of 512 bytes. cuBLAS keeps a
-workspace of 32 MiB on Hopper and 8.1 MiB elsewhere (torch's defaults, not measured here), unless
-CUBLAS_WORKSPACE_CONFIG is set. The driver's context, which torch does not count as allocated, is subtracted
-from the free memory. On a host, a cgroup or a ulimit may limit the memory (core/host_memory.py); the bytes
-that this process has already allocated are subtracted.
+A forecast for a CUDA device assumes that each tensor takes a multiple of 512 bytes. The forecast also assumes
+that cuBLAS keeps a workspace of 32 MiB on Hopper and 8.1 MiB on other GPUs. These sizes are torch's defaults,
+not measurements; CUBLAS_WORKSPACE_CONFIG changes the sizes. The driver's context, which torch does not count
+as allocated, is subtracted from the free memory. A cgroup or a ulimit may limit host memory
+(core/host_memory.py). Bytes that this process has already allocated are subtracted from the limit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DeviceMemory:
     name: str
     memory_bytes: int
     is_cuda: bool = False
-    """Whether CUDA's allocator manages it."""
+    """Whether CUDA's allocator manages the memory."""
     capability: int = 0
     """Compute capability times ten, which decides the attention kernel; 0 for a CPU."""
     workspace_bytes: int = 0
@@ -84,8 +84,8 @@ class DeviceMemory:
 
         Args:
             device: A device of the table, or of this machine.
-            memory_bytes: Its memory; None takes the value of the table or of this machine.
-            limit: Limit of host memory before the run; None reads the current one.
+            memory_bytes: Memory of the device; None means the value in the table or of this machine.
+            limit: Limit of host memory before the run; with None, the current limit is read.
 
         Example:
             >>> from lightning_eff.kernels.devices import DEVICES
@@ -97,8 +97,8 @@ class DeviceMemory:
             limit = limit or host_memory.host_memory_limit()
             name = f"{device.name} ({limit.name})" if limit.name else device.name
             return cls(name, memory_bytes or limit.num_bytes, taken_bytes=limit.taken_bytes)
-        # Capability 0 means another vendor's GPU, or one of which only the memory is known. It gets the
-        # larger workspace: an estimate that is too high does little harm.
+        # Capability 0 means another vendor's GPU, or a GPU with unknown capability. Such a GPU gets the
+        # larger workspace, because an estimate that is too high does little harm.
         is_small = device.capability not in (0, HOPPER)
         return cls(
             device.name,
@@ -117,21 +117,22 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """A batch to predict with: from a data module, or synthetic."""
+    """A batch to predict with, either loaded by a data module or synthetic."""
 
     data: pl.LightningDataModule
     batch: Any
     num_batches: int | None
     """Batches per epoch; None if unknown."""
     batch_size: int | None
-    """The loader's batch size; None if it has none."""
+    """Batch size of the loader; None for a loader without batch size."""
     about: str = ""
-    """A note on the batch."""
+    """Note on the batch, shown with the forecast."""
 
     def with_length(self, num_tokens: int) -> ExampleBatch:
-        """Return the batch with rows of `num_tokens` tokens, repeated or cut.
+        """Return the batch with its rows repeated or cut to `num_tokens` tokens.
 
-        The second axis of the first integer matrix is the length of a row; all axes of this length change.
+        The second axis of the first integer matrix is the row length. Every axis of this length is changed,
+        except the first axis of a tensor.
 
         Raises:
             ValueError: The batch has no rows of tokens.
@@ -178,12 +179,12 @@ class ExampleBatch:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """A predicted step on one device, and its sharding over many."""
+    """The predicted memory of a step on one device, and per device on many devices."""
 
     prediction: Prediction
     memory: DeviceMemory
     sharding: ShardingTable = field(default_factory=ShardingTable)
-    """Empty unless the strategy shards."""
+    """Bytes per device on many devices; empty unless the strategy shards."""
 
     @property
     def peak(self) -> Peak | None:
@@ -202,17 +203,17 @@ class MemoryForecast:
 
     @property
     def fits(self) -> bool:
-        """Whether a peak was predicted and fits."""
+        """Whether a peak was predicted and fits in the free memory."""
         return self.num_bytes is not None and self.num_bytes <= self.memory.free_bytes
 
     @property
     def scores_not_held_bytes(self) -> int:
-        """Bytes of attention scores that fused kernels avoid."""
+        """Bytes of attention scores that fused kernels do not store."""
         return sum(row.score_bytes for row in self.prediction.attention if not row.remedy)
 
     @property
     def assumed(self) -> list[str]:
-        """Assumptions behind the figure."""
+        """Assumptions behind the predicted bytes."""
         if not self.memory.is_cuda:
             taken = f"this process has allocated another {human_bytes(self.memory.taken_bytes)}"
             return [*([taken] if self.memory.taken_bytes else []), *self.prediction.assumed]
@@ -233,9 +234,9 @@ def forecast(
     Args:
         values: Recipe, from `config.compose_recipe`.
         memory: Memory of the device, which need not be present.
-        example: Batch to predict with; None takes one from the data.
-        trainer: The run's Trainer. With it, `train`'s checks before data preparation run first. The
-            strategy's memory on each of 1 to 1,024 devices is computed too. None skips both.
+        example: Batch to predict with; with None, a batch is loaded from the data.
+        trainer: The run's Trainer, for the checks that `train` makes before data preparation, and for the
+            memory per device on 1 to 1,024 devices. With None, both are skipped.
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -251,10 +252,10 @@ def forecast(
 
 
 def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
-    """Raise the errors of the data's constructor, and of `run.check_parts` for a model on the meta device."""
+    """Build the data, and check a model on the meta device with `run.check_parts`; raise their errors."""
     data = make("data", values["data"])
     try:
-        # Only classes and shapes are checked, and a large model might not fit in memory.
+        # The meta device is enough to check classes and shapes. A large model might not fit in memory.
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = make("model", untrained(values["model"]))
     except Exception:  # noqa: BLE001 - a user's class may need values, and has fake ones in the prediction
@@ -274,9 +275,9 @@ def _for_one_rank(callbacks: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _predict(values: Mapping[str, Any], example: ExampleBatch, memory: DeviceMemory) -> Prediction:
-    """Predict on one CPU, without monitors, loggers and pretrained weights."""
+    """Predict the recipe as a run on one CPU, without monitors, loggers or pretrained weights."""
     one_cpu = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "enable_checkpointing": False}
-    # Monitors and loggers do not change the memory of a step; sharding is computed from the result.
+    # Monitors and loggers do not change a step's memory. Sharding is computed later, from the prediction.
     changed = dict(values) | {"monitors": {}, "logger": None, "strategy": None}
     changed["callbacks"] = _for_one_rank(values.get("callbacks") or {}, num_ranks(values["trainer"]))
     pl.seed_everything(values["seed"], workers=True, verbose=False)

@@ -1,9 +1,10 @@
-"""Find the longest sequence of a recipe that fits a device: search over `data.context_length`.
+"""Find the longest sequence with which a recipe fits a device, by a search over `data.context_length`.
 
-`plan` calls it. Each length is one forecast with a batch whose rows are repeated to that length. A length
-that cannot be predicted, for example beyond the model's positions, counts as too long. Memory is nearly
-linear in the length, so the first guesses come from a line through two known lengths. This takes about five
-predictions. Plain bisection would take ten, mostly of long sequences, whose predictions take longest.
+`plan` calls `longest_sequence`. Each length needs one forecast, with a batch whose rows are repeated to that
+length. A length that cannot be predicted, for example beyond the model's positions, counts as too long.
+Memory is nearly linear in the length, so the first guesses come from a line through two known lengths. The
+search takes about five predictions. Plain bisection would take ten predictions, most of them for long
+sequences, which are slow to predict.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from lightning_eff.prediction.predict import Prediction, reason_of
 GRANULE = 1024
 """Lengths are multiples of this number of tokens."""
 MAX_TOKENS = 1 << 20
-"""Longest length that is tried."""
+"""Largest number of tokens that is tried."""
 NUM_GUESSES = 6
 """Number of predictions after which the search bisects."""
 
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """The longest length that fits and its memory; 0 and the reason if there is none."""
+    """The longest sequence that fits, with its memory; if none fits, `num_tokens` is 0 with a `reason`."""
 
     device: str
     num_tokens: int = 0
@@ -40,7 +41,7 @@ class LongestSequence:
 
 
 def longest_sequence(recipe: AdvisedRecipe, *, granule: int = GRANULE) -> LongestSequence:
-    """Search the length of a recipe's sequences, up to `MAX_TOKENS`.
+    """Search for the longest sequence, up to `MAX_TOKENS`, with which a recipe fits.
 
     Args:
         recipe: The recipe to lengthen.
@@ -86,9 +87,10 @@ def _next_length(tried: Mapping[int, MemoryForecast], low: int, high: int, free_
     if len(tried) >= NUM_GUESSES or (high in tried and high not in sizes):
         return middle
     if len(sizes) < 2:
+        # One size gives no line: grow by a factor of 8 if the length fits, else halve the range.
         return min(8 * low, high - 1) if low else middle
     first, second = sorted(sizes, key=lambda length: abs(sizes[length] - free_bytes))[:2]
-    # The line through the two sizes nearest to the free memory predicts which length fills it.
+    # A line through the two sizes nearest to the free memory predicts the length that fills this memory.
     slope = (sizes[second] - sizes[first]) / (second - first)
     guess = int(first + (free_bytes - sizes[first]) / slope) if slope > 0 else high
     return min(max(guess, low + 1), high - 1)

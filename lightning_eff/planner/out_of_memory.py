@@ -1,8 +1,9 @@
 """Explain an OOM error in one message: the phase, the largest tensors, and an override that fits.
 
-`train` calls it when a run fails. It frees the run's tensors. Then it predicts the step on fake tensors, and
-again with each override that `plan --advice` tries, in the same order. Only training steps can be predicted,
-so an OOM in validation or while saving a checkpoint gets no advice.
+`train` calls `explain_out_of_memory` when a run fails. After the run's tensors are freed, the step is
+predicted on fake tensors. Then the step is predicted with each override that `plan --advice` tries, in the
+same order. Only training steps can be predicted, so an OOM error in validation or while saving a checkpoint
+gets no advice.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ PHASES = {
     "restore_training_state": "the load of a checkpoint",
     "_restore_modules_and_callbacks": "the load of a checkpoint",
 }
-"""Phase of a run, by the innermost of these functions of Lightning 2.6 in the traceback."""
+"""Phase of a run by function of Lightning 2.6; the innermost of these functions in a traceback decides."""
 PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
-"""Fraction of the free memory that a step with an override may need; some workspaces are not predicted."""
+"""Fraction of the free memory that an advised step may need, since some workspaces are not predicted."""
 EXPLAINED = 0.5
-"""If a step is predicted to need less than this fraction of the free memory, it is not the cause."""
+"""A step that is predicted to need less than this fraction of the free memory did not cause the error."""
 BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
@@ -56,7 +57,8 @@ def explain_out_of_memory(
     Args:
         error: The allocator's error; its traceback is cleared.
         compose: Composes the run's recipe with further overrides.
-        limit: Limit of host memory before the run. It is not read now, because allocators keep freed memory.
+        limit: Limit of host memory, read before the run. A later reading would count freed memory as used,
+            because allocators keep freed memory.
     """
     phase = phase_of(error)
     first = f"out of memory during {phase}"
@@ -80,14 +82,14 @@ def explain_out_of_memory(
             lines = _lines(phase, compose, limit, found)
     except Exception as failed:  # noqa: BLE001 - whatever fails now, the run's own error must be shown
         lines = [f"no advice: {reason_of(failed)}"]
-    shown = lines[:1] if found["overrides"] else lines  # the page shows the override separately, to copy
+    shown = lines[:1] if found["overrides"] else lines  # the page shows overrides in their own field
     found["sentences"] = [f"{line[0].upper()}{line[1:]}" for line in (first, *shown)]
     return RunOutOfMemoryError("\n  ".join([first, *lines]), found)
 
 
 def phase_of(error: BaseException) -> str:
     """Return the phase in which an error was raised, by the functions in its traceback."""
-    # From the outermost frame to the innermost, which is searched first.
+    # A traceback starts at the outermost frame. The innermost frame decides, so the search is reversed.
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((PHASES[name] for name in reversed(names) if name in PHASES), SETUP)
 
@@ -97,12 +99,13 @@ def free(error: BaseException | None) -> None:
     while error is not None and error.__traceback__ is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
+        # The frames of an error's cause keep the run alive, too.
         error = error.__cause__ or error.__context__
     gc.collect()
 
 
 def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str, Any]) -> list[str]:
-    """Return the message's lines after the first, largest tensors and advice; add their values to `found`."""
+    """Return the message's lines on the largest tensors and the advice; add their values to `found`."""
     values = compose(())
     trainer = build_trainer(values)
     if trainer.world_size > 1:
@@ -112,7 +115,7 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
     now = recipe.forecast(())
     if now.peak is None or now.num_bytes is None:
         return [f"no advice: {now.prediction.reason}"]
-    # Bytes at the peak of the phase. A phase that is not predicted has at least what persists between steps.
+    # Bytes at the peak of the phase. A phase that is not predicted needs at least the persistent tensors.
     step_phase = PREDICTED.get(phase)
     sizes = {name: now.peak.by_category[name] for name in (PARAMETERS, BUFFERS, STATE)}
     sizes = sizes if step_phase is None else now.peak.by_phase[step_phase]
@@ -132,6 +135,7 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
         reason = "the first batch does not explain this: a later one is larger, or something else allocates"
         dividing = [each.words[0] for each in candidates() if each.divides]
         return [needed, reason, *(f"try: {word}" for word in dividing if not recipe.is_on(word))]
+    # A step that failed needs advice that lowers its prediction, even if the prediction would fit.
     usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
     advice = advise(recipe, usable_bytes=usable_bytes, budget_s=BUDGET_S, shows_alone=False)
     if not advice.overrides:

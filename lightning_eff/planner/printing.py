@@ -1,4 +1,4 @@
-"""Format forecasts, advice and tables of the planner as text, or as plain values for JSON; `plan` prints."""
+"""Format the planner's forecasts, advice and tables as text, or as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_eff.planner.sharding import ShardingTable
 from lightning_eff.report.module_tracker import PHASES
 
 COLUMNS = ("weights", "gradients", "optimizer", "gathered", "buffers", "activations", "device", "host")
-"""Columns of the table of many devices."""
+"""Columns of the table that lists memory by number of devices."""
 MAX_HOLDERS = 8
-"""Number of tensors shown, the largest at the peak."""
+"""Maximum number of tensors shown, the largest at the peak first."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Plan:
     """All results of `plan` for one recipe.
 
     Args:
-        forecast: A step of the recipe.
+        forecast: Predicted memory of a step of the recipe.
         advice: Savings of further techniques; None if not requested.
         longest: The longest sequence that fits; None if not requested.
     """
@@ -44,7 +44,7 @@ class Plan:
         return "\n\n".join(filter(None, sections))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return the results as plain values for JSON."""
         forecast, attention = self.forecast, self.forecast.prediction.attention
         division, memory = forecast.sharding, forecast.memory
         found: dict[str, Any] = {
@@ -72,12 +72,12 @@ class Plan:
 
 
 def forecast_text(forecast: MemoryForecast) -> str:
-    """Return the peak of a step on a device by phase and by tensor, with its assumptions."""
+    """Return as text the peak of a step, by phase and by tensor, and the assumptions behind the peak."""
     peak, memory = forecast.peak, forecast.memory
     warned = [f"warning: {text}" for text in forecast.prediction.warned]
     if peak is None or forecast.num_bytes is None:
         return "\n".join([f"peak not predicted: {forecast.prediction.reason}", *warned])
-    left = memory.free_bytes - forecast.num_bytes  # negative if it does not fit
+    left = memory.free_bytes - forecast.num_bytes  # negative if the step does not fit
     fits = f"fits, {human_bytes(left)} left" if left >= 0 else f"does not fit: {human_bytes(-left)} short"
     path = f" in {peak.path}" if peak.path else ""
     what = "a step on one device, without sharding" if forecast.sharding.shares else "a step"
@@ -110,7 +110,7 @@ def _attention_lines(forecast: MemoryForecast) -> Iterator[str]:
 
 
 def advice_text(advice: Advice) -> str:
-    """Return the candidates to add, in order, and a table of each candidate alone."""
+    """Return as text the techniques to add, in order, and a table with the saving of each one alone."""
     if advice.reason:
         return f"no advice: {advice.reason}"
     lines = ["the batch fits: techniques that save memory only pay off with a larger batch"]
@@ -132,7 +132,7 @@ def advice_text(advice: Advice) -> str:
 
 
 def longest_text(longest: LongestSequence) -> str:
-    """Return the longest sequence that fits, or why there is none."""
+    """Return as text the longest sequence that fits, or why no sequence fits."""
     if not longest.num_tokens:
         return f"no longest sequence on {longest.device}: {longest.reason}"
     host = f" and {human_bytes(longest.host_bytes)} of host memory" if longest.host_bytes else ""
@@ -142,7 +142,7 @@ def longest_text(longest: LongestSequence) -> str:
 
 
 def sharding_text(sharding: ShardingTable) -> str:
-    """Return the table of many devices; empty for a strategy that shards nothing."""
+    """Return as text the table of memory by number of devices; empty if the strategy does not shard."""
     if not sharding.shares:
         return sharding.about
     rows = sharding.rows()
@@ -164,7 +164,7 @@ def verdict(forecast: MemoryForecast, num_devices: int) -> str:
     share, passing_bytes, on_host = sharding.shares[num_devices], sharding.passing_bytes, ""
     needed = share.device(passing_bytes or 0)
     if not memory.is_cuda:
-        needed += share.host  # a CPU's own memory is the host's
+        needed += share.host  # a CPU uses host memory
     elif share.host:
         on_host = f" and {human_bytes(share.host)} of host memory"
     left = memory.free_bytes - needed

@@ -1,9 +1,9 @@
 """Compute the memory per device of a sharded run on 1 to 1,024 devices, before any process starts.
 
-`forecast.py` calls it. The Trainer's strategy divides the bytes (report/sharding.py). To count them, the
-model is built on the meta device with the run's adapters, and its optimizer steps once on fake tensors to
-create its state. So a laptop can compute the memory of 1,024 devices. Activations are those of the predicted
-step, because data parallelism does not shard them.
+`forecast.py` calls `sharding_table`. The Trainer's strategy defines how the bytes are divided
+(report/sharding.py). To count the bytes, the model is built on the meta device with the run's adapters. The
+optimizer steps once on fake tensors to create its state. So a laptop can compute the memory of 1,024 devices.
+Activations are taken from the predicted step, because data parallelism does not shard activations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_eff.report.sharding import DeviceShare, Sharding
 from lightning_eff.run import model_without_memory
 
 CAST = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-"""Precisions with which Lightning casts the model's weights, and to which dtype."""
+"""Precisions with which Lightning casts the model's weights, and the dtype of the cast weights."""
 MAX_DEVICES = 1024
 UNCOUNTED = "activations are not counted"
 PREDICTED = (
@@ -44,7 +44,7 @@ class ShardingTable:
     """Bytes per device for several numbers of devices."""
 
     about: str = ""
-    """One line: model, strategy and precision; or why the table is empty."""
+    """Model, strategy and precision in one line, or the reason for an empty table."""
     num_devices: int = 1
     """Number of devices of the run."""
     shares: Mapping[int, DeviceShare] = field(default_factory=dict[int, DeviceShare])
@@ -52,7 +52,7 @@ class ShardingTable:
     assumed: tuple[str, ...] = ()
     """Assumptions behind the figures, one sentence each."""
     passing_bytes: int | None = None
-    """Activations, temporaries and batch of a predicted step; None if not predicted."""
+    """Bytes of activations, temporaries and batch in a predicted step; None if not predicted."""
 
     def rows(self) -> list[dict[str, int]]:
         """Return the table in integer bytes."""
@@ -67,13 +67,13 @@ class ShardingTable:
 def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | None) -> ShardingTable:
     """Return bytes per device for 1 to 1,024 devices.
 
-    The table is empty for a strategy that shards nothing. It is also empty, with the reason in `about`, if
-    the model cannot be built on the meta device or its optimizer cannot step.
+    The table is empty for a strategy that shards nothing. If the model cannot be built on the meta device or
+    its optimizer cannot step, the table is also empty, and `about` has the reason.
 
     Args:
         values: From `config.compose_recipe`.
         trainer: The run's Trainer.
-        peak: Peak of the predicted step, for its activations; None if not predicted.
+        peak: Peak of the predicted step, from which activations are taken; None if not predicted.
     """
     strategy = trainer.strategy
     own_scheme: Callable[[], Sharding] | None = getattr(strategy, "scheme", None)  # FSDP2 and DeepSpeedZero
@@ -88,7 +88,7 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
     try:
         module = model_without_memory(values, adapted_by=trainer)
         failure = "the optimizer cannot step on fake tensors"
-        # DeepSpeed casts weights itself, and its scheme counts that.
+        # DeepSpeed's optimizer has float32 copies of the weights, and the scheme counts the cast weights.
         cast = torch.float32 if scheme.own_weights else CAST.get(str(trainer.precision))
         with Fakes() as fakes, quietly():
             fake = fakes.of(module)

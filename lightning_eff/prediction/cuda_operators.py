@@ -1,18 +1,19 @@
-"""Make fake tensors save what CUDA's operators save, to predict for a GPU that need not be present.
+"""Make operators on fake tensors save the tensors that CUDA operators save, without a GPU.
 
-predict.py and `callbacks/gradient_checkpointing` enter `CudaOperators`. Fake tensors are on a CPU, whose
-operators save other tensors for the backward pass than CUDA's. A prediction for CUDA replaces four things:
+predict.py and `callbacks/gradient_checkpointing` enter `CudaOperators`. Fake tensors are on a CPU, and CPU
+operators save other tensors for the backward pass than CUDA operators. A prediction for CUDA replaces four
+things:
 
 - `F.scaled_dot_product_attention` calls the operator that CUDA would run (core/attention_backends.py), with
-  masks and heads prepared as in pytorch's attention.cpp. Its fake outputs have the shapes of the saved
-  tensors.
+  masks and heads prepared as in pytorch's attention.cpp. The fake outputs of this operator have the shapes of
+  the saved tensors.
 - Dropout saves a bool mask.
 - `F.rms_norm` is one operator, which saves its input and one number per row.
 - Autocast has CUDA's lists: norms, softmax, sums and many pointwise operators compute in float32.
 
-Why kernels of the dispatcher: there, autocast has already cast the operands, and every call arrives, also
-from `nn.MultiheadAttention` and from checkpoints. Under `torch.inference_mode` there is no autograd, so these
-kernels are not called.
+Why kernels of the dispatcher: the dispatcher calls a kernel after autocast has cast the operands. Calls from
+`nn.MultiheadAttention` and from checkpointed blocks also reach such a kernel. Under `torch.inference_mode`
+there is no autograd, so the replaced kernels are not called.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
     def __enter__(self) -> CudaOperators:
         if self._capability:
             self._library = torch.library.Library("aten", "IMPL")
-            # Registered above autograd, so that the operators called here bring their own gradients.
+            # Registered at the autograd key, so that the operators called inside record their own gradients.
             self._library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
             self._library.impl("dropout", _dropout, "AutogradCPU")
             self._library.impl("rms_norm", _rms_norm, "AutogradCPU")
-            # Fakes never call this kernel. It is registered because an operator with a kernel is not
-            # decomposed, and so keeps its own gradient.
+            # Fakes never call this kernel. Registering a kernel keeps torch from decomposing the operator,
+            # so the operator keeps its own gradient.
             self._library.impl("_fused_rms_norm", _no_kernel, "CPU")
             with warnings.catch_warnings(action="ignore"):  # torch warns that a kernel is overridden
                 for name, kernel in autocast_kernels():
@@ -101,7 +102,7 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
 def _flash(query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any) -> Tensor:
     size = query.shape[-1]
     padded = [F.pad(x, (0, -size % ALIGNMENT)) if size % ALIGNMENT else x for x in (query, key, value)]
-    # From the true head size: padding must not change the scores.
+    # Scale by the head size before padding, because padding must not change the scores.
     scale = options["scale"] or size**-0.5
     options = {"dropout_p": options["dropout_p"], "is_causal": options["is_causal"], "scale": scale}
     out: Tensor = aten._scaled_dot_product_flash_attention(*padded, **options)[0]  # noqa: SLF001
@@ -122,8 +123,9 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *
     if mask is not None:
         num_keys = mask.shape[-1]
         if mask.stride(-1) != 1 or any(stride % ALIGNMENT for stride in mask.stride()[:-1]):
-            # As torch does: pad the rows in memory, and use a view without the padding.
+            # As in torch: pad the rows in memory, and pass a view without the padding.
             mask = F.pad(mask, (0, ALIGNMENT - num_keys % ALIGNMENT))[..., :num_keys]
+        # The operator needs all four axes: batch, heads, queries, keys.
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     return aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
         query, key, value, mask, _has_grad(query, key, value), **options
@@ -150,6 +152,7 @@ def _has_grad(*tensors: Tensor) -> bool:
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001 - torch's signature
+    # CUDA runs `native_dropout`, which saves a bool mask, unless all or no elements are dropped.
     if train and 0 < p < 1 and x.numel():
         return aten.native_dropout(x, p, train)[0]
     return aten.dropout.default.decompose(x, p, train)
@@ -170,8 +173,8 @@ def _no_kernel(*_: Any) -> Any:
     raise NotImplementedError
 
 
-# Autocast lists of ATen/autocast_mode.h, torch 2.13. An operator that is only in CUDA's lists, and in no
-# table here, computes in float32.
+# Autocast lists of ATen/autocast_mode.h, torch 2.13. An operator that is in CUDA's lists but not in the CPU's
+# lists computes in float32, unless one of these tables names it.
 LOWER = {
     *("_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot"),
     *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
@@ -188,22 +191,22 @@ WIDEST = {
 }
 """Operators that compute in the widest dtype of their operands."""
 NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-"""Overloads of norm, and the overload with a dtype to call instead."""
+"""For each overload of norm, the overload with a dtype argument that is called instead."""
 INSIDE = {
     *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "cudnn_convolution", "cudnn_convolution_transpose"),
     *("_scaled_dot_product_flash_attention", "_cudnn_rnn"),
 }
-"""Operators without a cast, since only operators that have already cast call them."""
+"""Operators that need no cast, because operators that call them have already cast the operands."""
 
 
 def autocast_kernels() -> Iterator[tuple[str, Any]]:
-    """Yield each operator whose autocast differs between CPU and CUDA, with CUDA's kernel."""
+    """Yield each operator whose autocast rule differs between CPU and CUDA, with CUDA's kernel."""
     registered = _C._dispatch_get_registrations_for_dispatch_key  # noqa: SLF001
     on_cpu, on_cuda = (
         {name.removeprefix("aten::") for name in registered(key) if name.startswith("aten::")}
         for key in ("AutocastCPU", "AutocastCUDA")
     )
-    # Without a rule on CUDA, an operator computes in the dtype of its operands.
+    # An operator without an autocast rule on CUDA computes in the dtype of its operands.
     for name in on_cpu - on_cuda - {"mkldnn_rnn_layer"}:
         yield name, torch.library.fallthrough_kernel
     for name in (on_cuda - on_cpu - INSIDE) | {"grid_sampler"}:
@@ -224,6 +227,7 @@ def _autocast(operator: Any, name: str, *args: Any, **kwargs: Any) -> Any:
             if _is_cast(args[0]) and given.get("dtype") is None:
                 given["dtype"] = high
             return operator(**given)
+        # "Widest" here means float32, unless all operands already have autocast's dtype.
         is_low = name in LOWER or (name in WIDEST and all(x.dtype == low for x in tensors))
         dtype = low if is_low else high
         args, kwargs = tree_map_only(Tensor, lambda x: x.to(dtype) if _is_cast(x) else x, (args, kwargs))

@@ -1,13 +1,13 @@
-"""Cache the results of operations on fake tensors, because torch takes much longer to compute them.
+"""Cache the results of operations on fake tensors, because torch takes long to compute each result.
 
-fake_values.py calls it for every operation. A step repeats few operations very often, since all blocks of a
-model run the same ones. For operands with the same sizes, strides and dtypes, the result of torch's
-`FakeTensorMode` is kept as a recipe: which operand is returned, which storage is viewed, or which sizes a new
-tensor has. Why not torch's own cache: it supports symbolic shapes, and spends most of an operation's time on
-its key.
+fake_values.py calls `FakeResults` for every operation. A step repeats a few operations very often, since all
+blocks of a model run the same operations. For each combination of operand sizes, strides and dtypes, the
+result of torch's `FakeTensorMode` is stored as a recipe. For each output, the recipe names the operand to
+return, the storage to view, or the sizes of a new tensor. Why not torch's own cache: its keys support
+symbolic shapes, and computing such a key takes most of an operation's time.
 
-A result is not kept if it depends on values, if the operation changes an operand's sizes, or if it shares a
-storage in another way than as a view of one operand.
+A result is not stored if it depends on values, or if it shares a storage without being a view of one operand.
+Results of operations that change an operand's sizes are not stored either.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PLAIN = {
 }
 """Types of arguments that go into a key unchanged."""
 BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-"""Tags of operations whose result is not kept."""
+"""Tags of operations whose result is not stored."""
 OPERAND, VIEW, NEW = range(3)
-"""Kinds of outputs: an operand itself, a view of one, a tensor with a new storage."""
+"""Kinds of outputs: an operand itself, a view of an operand, a tensor with a new storage."""
 
 
 class FakeResults:
@@ -42,6 +42,7 @@ class FakeResults:
 
     def call(self, func: Any, args: Any, kwargs: Any, operands: list[FakeTensor]) -> Any:
         """Return the result of an operation; `operands` is filled with the fake tensors in its arguments."""
+        # Default dtype and inference mode also decide a result's metadata.
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not (_describe(args, key, operands) and _describe(kwargs.items(), key, operands)):
             return func(*args, **kwargs)
@@ -51,17 +52,16 @@ class FakeResults:
             storages = [_storage(each) for each in operands]
             sizes = [(each.shape, each.untyped_storage().nbytes()) for each in operands]
             out = func(*args, **kwargs)
-            # Without operands it is a factory, whose result depends on the default device.
+            # An operation without operands is a factory, whose result depends on the default device.
             is_kept = func.namespace == "aten" and BY_VALUE.isdisjoint(func.tags) and bool(operands)
-            # An empty `out=` is resized, which a recipe would not repeat.
+            # An empty `out=` tensor is resized, and a recipe would not repeat this.
             is_kept &= sizes == [(each.shape, each.untyped_storage().nbytes()) for each in operands]
             self._recipes[found] = is_kept and _recipe_of(out, operands, storages)
             return out
         if recipe is False:
             return func(*args, **kwargs)
         kind, outputs = recipe
-        # The same operation on operands of the same metadata: make its outputs without computing shapes
-        # again.
+        # The operation has run before on operands with the same metadata: make its outputs from the recipe.
         made = [None if output is None else self._make(output, operands) for output in outputs]
         return made[0] if kind is None else kind(made)
 
@@ -75,7 +75,7 @@ class FakeResults:
             else:
                 meta = torch.empty(0, dtype=dtype, device="meta")
                 meta.set_(operands[index].untyped_storage(), offset, shape, stride)
-            # Like `FakeTensor(mode, meta, device)`, without its checks, which take a fifth of a prediction.
+            # Like `FakeTensor(mode, meta, device)`, but without checks, which take a fifth of a prediction.
             made: Any = Tensor._make_subclass(  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
                 FakeTensor, meta, dispatch_device=True, device_for_backend_keys=device
             )
@@ -85,13 +85,13 @@ class FakeResults:
 
 
 def _describe(values: Any, key: list[Any], operands: list[FakeTensor]) -> bool:
-    """Append arguments to a key, and their tensors to `operands`; return False if one cannot be in a key."""
+    """Append arguments to a key, and their tensors to `operands`; return False if a key cannot hold them."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None or value.layout != torch.strided or value.dtype.is_complex:
                 return False
-            # Everything that torch's own computation of a fake result looks at.
+            # All metadata that torch reads to compute a fake result.
             key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
             operands.append(value)
         elif kind in PLAIN:
@@ -106,7 +106,7 @@ def _describe(values: Any, key: list[Any], operands: list[FakeTensor]) -> bool:
 
 
 def _recipe_of(out: Any, operands: list[FakeTensor], storages: list[int]) -> Any:
-    """Return a recipe: the container of the outputs, and each output; False if they cannot be made again."""
+    """Return a recipe (container type and outputs), or False if the outputs cannot be made from a recipe."""
     kind = type(out) if isinstance(out, (list, tuple)) else None
     outputs: list[Any] = []
     taken: set[int] = set()
@@ -130,7 +130,7 @@ def _recipe_of(out: Any, operands: list[FakeTensor], storages: list[int]) -> Any
             continue
         num_elements = 1 + sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True))
         num_bytes = num_elements * each.itemsize if each.numel() else 0
-        # `empty_strided` could not make this storage: outputs share it, or its size or offset differs.
+        # `empty_strided` cannot make a storage that two outputs share, or one with another size or offset.
         if storage in taken or each.storage_offset() or each.untyped_storage().nbytes() != num_bytes:
             return False
         taken.add(storage)

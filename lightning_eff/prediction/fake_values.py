@@ -1,14 +1,14 @@
-"""Provide values for fake tensors: computed where they are known, plausible otherwise.
+"""Provide values for fake tensors: real values if they can be computed, plausible values otherwise.
 
-`Fakes` enters the mode. Values are propagated from small integer tensors, those of the batch and constants.
-If a value is unknown, the training is assumed to go well: `all` and `isfinite` are true, `any` and `isnan`
-false, and a loss scaler finds no infinity. Any other bool is True, any other integer 1, and any other float
-0.01, which is neither zero nor a large fraction. Each assumption is kept with the line of the user's code
-that read the value. Reads by this package are not kept.
+`Fakes` enters the mode `FakeValues`. The values of constants and of the batch's small integer tensors are
+known, and operations propagate known values. If a value is unknown, the training is assumed to go well: `all`
+and `isfinite` are true, `any` and `isnan` false, and a loss scaler finds no infinity. Other unknown bools are
+True, other integers are 1, and other floats are 0.01, which is neither zero nor a large fraction. Each
+assumed value is recorded with the line of user code that reads it. Reads by this package are not recorded.
 
 The mode also corrects dtypes. For its backward pass, a norm saves statistics (mean and reciprocal deviation)
-in the dtype of its weight. torch 2.13 gives them the input's dtype on fakes, which is half as large under
-mixed precision.
+in the dtype of its weight. On fakes, torch 2.13 saves the statistics in the input's dtype, which takes half
+the bytes under mixed precision.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ aten: Any = torch.ops.aten
 
 PACKAGE = Path(__file__).parent.parent
 OWN = tuple(PACKAGE / name for name in ("prediction", "planner", "report"))
-"""Folders of the code that predicts; its reads of values are no reads by the training."""
+"""Folders of the prediction's own code, whose reads of values are not reads by the training."""
 SMALL = 1 << 20
-"""Maximum elements of a tensor whose values are propagated; enough for a batch of a million tokens."""
+"""Maximum number of elements of a tensor whose values are propagated; enough for a million tokens."""
 SMALL_CONSTANT = 1024
-"""Maximum elements of a real tensor whose values are read, for example one made from a list."""
+"""Maximum number of elements of a real tensor whose values are read, for example a tensor from a list."""
 CONSTANTS = ("full", "zeros", "ones", "scalar_tensor", "arange", "lift_fresh", "zeros_like", "ones_like")
 """Operations whose result does not depend on the values of their inputs."""
 FALSE = ("any", "isnan", "isinf", "ne", "logical_or", "bitwise_or", "equal")
@@ -49,11 +49,11 @@ NORM_WEIGHT_INDEX = {
     aten.native_layer_norm.default: 2,
     aten.native_group_norm.default: 1,
 }
-"""Operations that return a result and two statistics, with the index of their weight argument."""
+"""Norms that return a result and two statistics, with the index of the weight in their arguments."""
 
 
 class FakeValues(InfraMode):
-    """Answers reads of values (`item`, `bool`, ...); torch's `FakeTensorMode`, below it, has no values."""
+    """Answers reads of values (`item`, `bool`, ...), because torch's `FakeTensorMode` has no values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class FakeValues(InfraMode):
         if func is aten._local_scalar_dense.default:  # noqa: SLF001
             return self._item(args[0])
         if func is aten.index.Tensor:
-            # Replace known bool masks by index tensors: then the size of the result is known.
+            # Replace known bool masks by index tensors, so that the size of the result is known.
             indices: list[Any] = []
             for index in args[1]:
                 if isinstance(index, Tensor) and index.dtype == torch.bool and index in self.known:
@@ -84,8 +84,8 @@ class FakeValues(InfraMode):
                 else:
                     indices.append(index)
             args = (args[0], indices)
-        # If the output's shape depends on values, compute the values first. Otherwise compute the fake first,
-        # because its size decides whether to compute values: two rows of tokens may give a mask of 16 GiB.
+        # If the output's shape depends on values, compute the values first. Otherwise compute the fake output
+        # first, since a large output gets no values: two rows of tokens may give a mask of 16 GiB.
         by_value = torch.Tag.dynamic_output_shape in func.tags
         known = self._compute(func, args, kwargs) if by_value else None
         if known is not None:
@@ -102,7 +102,8 @@ class FakeValues(InfraMode):
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the real result of an operation if all its inputs are known, otherwise None."""
+        """Return the real result of an operation if the values of all its inputs are known, else None."""
+        # In-place results are not propagated, and real random numbers would differ from the run's.
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # noqa: SLF001
             return None
         leaves, spec = tree_flatten((args, kwargs))
@@ -110,7 +111,7 @@ class FakeValues(InfraMode):
         if any(self._value(tensor) is None for tensor in tensors):
             return None
         if not tensors:
-            # The first argument is a constant's size, or a range's end.
+            # The first argument is the size of a constant or the end of a range.
             size = args[0] if args else 0
             numel = math.prod(size) if isinstance(size, (list, tuple)) else size
             if _name(func) not in CONSTANTS or (math.isfinite(numel) and numel > SMALL):
@@ -121,14 +122,15 @@ class FakeValues(InfraMode):
             return func(*real_args, **real_kwargs)
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor's values, None if unknown; a small real tensor is returned itself."""
+        """Return a tensor's values as a real tensor, or None if they are unknown."""
         if type(tensor) is Tensor and tensor.numel() <= SMALL_CONSTANT:
             return tensor
         return self.known.get(tensor)
 
     def _update(self, func: Any, args: Any, out: Any, known: Any) -> None:
-        """Keep the real result, or the value to assume for it; forget values that are overwritten."""
+        """Store the real result, or else the value to assume; remove the values of overwritten tensors."""
         if func._schema.is_mutable:  # noqa: SLF001
+            # An in-place operation may overwrite each of its arguments.
             for tensor in filter(torch.is_tensor, tree_leaves(args)):
                 self.known.pop(tensor, None)
             if _name(func).startswith("_amp_foreach_non_finite_check"):
@@ -140,12 +142,12 @@ class FakeValues(InfraMode):
         elif isinstance(out, Tensor) and out.dtype == torch.bool:
             before = next((self._assumption.get(value) for value in args if isinstance(value, Tensor)), None)
             name = _name(func)
-            # `not (x is finite)` has the opposite of the value assumed for `x is finite`.
+            # The value assumed for `not isfinite(x)` is the opposite of the value for `isfinite(x)`.
             is_negated = name.endswith("_not") and before is not None
             self._assumption[out] = not before if is_negated else name not in FALSE
 
     def _item(self, tensor: Tensor) -> bool | int | float:
-        """Return a tensor's value, or the value to assume, with the line of code that reads it."""
+        """Return a tensor's value; if unknown, assume a value and record the line of code that reads it."""
         real = self.known.get(tensor)
         if real is None:
             real = getattr(tensor, "constant", None)  # FakeTensor.constant, torch 2.13
@@ -155,7 +157,7 @@ class FakeValues(InfraMode):
         value = self._assumption.get(tensor, DEFAULT_FLOAT if tensor.is_floating_point() else 1)
         value = bool(value) if tensor.dtype == torch.bool else value
         frame = sys._getframe()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        # The innermost frame outside of torch and of the prediction is the one that reads the value.
+        # The innermost frame outside of torch and of the prediction reads the value.
         while frame is not None:
             path = Path(frame.f_code.co_filename)
             parts = path.parts
@@ -188,7 +190,7 @@ def _is_small(out: Any) -> bool:
 
 
 def _with_statistics_of_weight(func: Any, args: Any, out: Any) -> Any:
-    """Return a norm's result with its statistics in the dtype of its weight; any other result unchanged."""
+    """Cast the statistics in a norm's result to the dtype of its weight; return other results unchanged."""
     weight_index = NORM_WEIGHT_INDEX.get(func, len(args))
     weight = args[weight_index] if weight_index < len(args) else None
     if not isinstance(weight, Tensor) or not isinstance(out, tuple):

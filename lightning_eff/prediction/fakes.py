@@ -1,17 +1,17 @@
-"""Run a training without memory, on any machine, with torch's fake tensors.
+"""Run a training on any machine without allocating its memory, with torch's fake tensors.
 
 predict.py and the planner enter `Fakes`. A fake tensor has shape, dtype, device and storage size, but no
-values; fake_values.py provides the values that a training reads. torch's private names for fake tensors
-(2.10-2.13) are used here and nowhere else. Three functions of torch do not work with fakes, so they are
-replaced while `Fakes` is entered:
+values; fake_values.py provides the values that a training reads. This package uses torch's private names for
+fake tensors (2.10-2.13). Three functions of torch do not work with fakes, so they are replaced while `Fakes`
+is entered:
 
-- `Module.to`: it swaps parameters, which fails if anything else refers to them;
+- `Module.to`, which swaps parameters and fails if something else refers to a parameter;
 - `copy.deepcopy` of a tensor;
 - `Tensor._make_subclass`, which creates quantized weights.
 
-Nothing is compiled while `Fakes` is entered, because compiled code reads memory. A compiled module needs at
-most the memory of the uncompiled one, which is counted. A compiled optimizer update keeps its temporaries in
-registers, so they are not counted.
+Nothing is compiled while `Fakes` is entered, because compiled code reads memory. For a compiled module, the
+memory of the uncompiled module is counted, which is an upper bound. A compiled optimizer update keeps its
+temporaries in registers, so these temporaries are not counted.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from lightning_eff.report.live_bytes import LiveBytes
 CPU = torch.device("cpu")
 """Device of fake copies, also in a prediction for CUDA."""
 PLAIN = (Tensor, nn.Parameter)
-"""Types whose only memory is their storage."""
+"""Tensor types that have no memory besides their storage."""
 COMPILED = "compiled modules are counted as if uncompiled, an upper bound"
 COMPILED_PLAN = "a prediction of compiled modules"
 _entered: ContextVar[Fakes | None] = ContextVar("_entered", default=None)
 
 
 class Fakes(AbstractContextManager["Fakes"]):
-    """Makes every tensor that is created inside a fake one; it can be entered again after it has exited.
+    """Context in which every new tensor is a fake tensor; the context can be entered again after its exit.
 
     Example:
         >>> with Fakes() as fakes:
@@ -79,7 +79,7 @@ class Fakes(AbstractContextManager["Fakes"]):
             (Tensor, "_make_subclass", staticmethod(_make_subclass)),
         ):
             self._open.enter_context(patch.object(owner, name, function))
-        # Modules that were compiled before the prediction run uncompiled, too.
+        # Run modules uncompiled, even if they were compiled before the prediction.
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
         # torch dispatches to the last mode first: FakeValues, then FakeTensorMode.
         self._open.enter_context(self._mode)
@@ -97,7 +97,7 @@ class Fakes(AbstractContextManager["Fakes"]):
                 del cache[key]
 
     def _uncompiled(self, model: Any = None, **options: Any) -> Any:
-        """Replace `torch.compile`."""
+        """Replace `torch.compile`: run the model or function without compiling it."""
         if model is None:
             return functools.partial(self._uncompiled, **options)
 
@@ -118,8 +118,8 @@ class Fakes(AbstractContextManager["Fakes"]):
     def _hide_from_transformers(self) -> None:
         """Make transformers, if it has been imported, treat fakes like real tensors.
 
-        transformers (5.23) mistakes a fake for a tensor of a compiler, and builds a T x T mask. With real
-        tensors it reads the mask of the rows, finds that it is causal, and builds none.
+        transformers (5.23) mistakes a fake tensor for a compiler's tensor, and builds a T x T mask. Given a
+        real mask of the rows, transformers finds that attention is causal, and builds no T x T mask.
         """
         module = sys.modules.get("transformers.utils.import_utils")
         if module is not None and not self._is_hidden:
@@ -127,8 +127,8 @@ class Fakes(AbstractContextManager["Fakes"]):
             self._open.enter_context(patch.object(module, "is_fake_tensor", lambda _: False))
 
     def of(self, value: Any) -> Any:
-        """Copy a module, or any value with tensors, as fakes; tensors that share a storage still share it."""
-        self._hide_from_transformers()  # here, since every batch passes through after the model is built
+        """Copy a module, or a value with tensors, as fakes; fakes share storages as the real tensors do."""
+        self._hide_from_transformers()  # called here, since batches are copied after the model is built
         storages: dict[Any, Any] = {}
 
         def fake(real: Tensor, _: dict[int, Any]) -> Tensor:
@@ -150,7 +150,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
 
 class FakeLoader(DataLoader[Any]):
-    """Yield new batches, `num_batches` per epoch (None: endless), in place of the run's loader."""
+    """Replace the run's loader: yield `num_batches` new batches per epoch, or with None endlessly many."""
 
     def __init__(self, make: Callable[[], Any], batch_size: int, num_batches: int | None) -> None:
         dataset: Any = _Endless() if num_batches is None else range(batch_size * num_batches)
@@ -172,7 +172,7 @@ class _Endless(IterableDataset[Any]):
 
 
 def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
-    """Deep-copy a value, its tensors replaced by `make(tensor, memo)`."""
+    """Deep-copy a value, and replace each of its tensors by `make(tensor, memo)`."""
 
     def copy_tensor(real: Tensor, memo: dict[int, Any]) -> Tensor:
         new = make(real, memo)
@@ -180,6 +180,7 @@ def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
         memo[id(real)] = new
         return new
 
+    # `copy.deepcopy` keeps parameters shared that several modules share.
     with ExitStack() as stack:
         for kind in (*PLAIN, FakeTensor):
             stack.enter_context(patch.object(kind, "__deepcopy__", copy_tensor))
@@ -189,12 +190,12 @@ def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
 def _like(tensor: Tensor, storages: dict[Any, Any], device: torch.device = CPU) -> Tensor:
     """Return a new tensor with the same sizes, strides and storage size.
 
-    Copies of tensors that share a storage share one too; `storages` maps old storages to new ones.
+    If two tensors share a storage, their copies share a new storage. `storages` maps old to new storages.
     """
     storage = tensor.untyped_storage()
     key = ("storage", storage._cdata)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if key not in storages:
-        # One fake storage per real one, so that views still share memory.
+        # One fake storage per real storage, so that views still share memory.
         storages[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
     # A storage may end in the middle of an element of this dtype, but a view needs full elements.
     full_elements = storage.nbytes() // tensor.element_size() * tensor.element_size()
@@ -216,12 +217,13 @@ def _make_subclass(cls: type, data: Tensor, *options: Any, **keywords: Any) -> T
     if not isinstance(data, FakeTensor):
         return _OF_TORCH(cls, data, *options, **keywords)
     fake: Any = data.detach()
+    # `isinstance` checks for the quantized class must also accept the fake.
     fake.__class__ = _fake_subclass(cls)
     return fake.requires_grad_(bool(options and options[0]))
 
 
 def _deepcopy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
-    """Replace `Tensor.__deepcopy__`, which copies the storage; a fake has none."""
+    """Replace `Tensor.__deepcopy__`, which copies the bytes of a storage; a fake storage has no bytes."""
     if id(self) in memo:
         return memo[id(self)]
     if isinstance(self, nn.Parameter):
@@ -234,7 +236,7 @@ def _deepcopy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - torch's signature
-    """Replace `Module._apply`: as with real tensors, change the parameters' data and keep the parameters."""
+    """Replace `Module._apply`: keep the parameter objects and change their data, as with real tensors."""
     for module in self.children() if recurse else ():
         module._apply(fn)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     with torch.no_grad():

@@ -1,13 +1,13 @@
 """Predict the peak memory of a training step by running it on fake tensors.
 
 planner/forecast.py calls `predict`, and `callbacks/gradient_checkpointing` calls `predict_inside` to choose
-what to recompute. The model is built on fake tensors. `Trainer.fit` runs for two optimizer steps, with all
-techniques of the Trainer and a batch of the right shapes. Loggers, checkpoints, validation and callbacks that
-only observe are left out. For a CPU, the count matches `EfficiencyReport` to the byte. For a GPU, operators
-and autocast are CUDA's (cuda_operators.py).
+the modules to recompute. The model is built on fake tensors. `Trainer.fit` runs for two optimizer steps, with
+all techniques of the Trainer and a batch of the right shapes. Loggers, checkpoints, validation and callbacks
+that only observe are left out. For a CPU, the count matches `EfficiencyReport` to the byte. For a GPU,
+operators and autocast behave as on CUDA (cuda_operators.py).
 
-Code that needs values or memory (a C++ extension, `tolist()` in a `training_step`) ends the prediction;
-`reason` explains why.
+A prediction ends at code that needs values or memory, for example a C++ extension, or `tolist()` in a
+`training_step`. `Prediction.reason` then has the cause.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ OBSERVERS = (
 )  # fmt: skip
 """Lightning's callbacks that only observe: they read values or write files, and use no memory in a step."""
 LONGEST_WINDOW = 2
-"""Most batches per predicted step. In the first one there are no gradients yet; in the last one they exist,
-and then the optimizer steps. All batches between them need the same memory as the last.
-
-The first step has one batch, because it only allocates the optimizer's state.
+"""Maximum number of batches per predicted step. During the first batch there are no gradients yet. During the
+last batch gradients exist, and the optimizer steps after it. All batches in between need the same memory as
+the last batch. The first step has a single batch, because this step serves to allocate the optimizer's state.
 """
 MONITORS = "lightning_eff.monitors."
 """Package of this suite's callbacks that only observe."""
@@ -81,12 +80,12 @@ class Prediction:
 
     Args:
         peak: Peak of all tensors, exact to the byte for a CPU; None if the step could not be run.
-        in_blocks: Peak as CUDA's allocator counts it, in blocks, without tensors in host memory.
+        in_blocks: Peak in blocks, as CUDA's allocator counts memory, without tensors in host memory.
         assumed: Assumptions behind the peak, one sentence each.
         reason: Why there is no peak.
         flops: Floating-point operations of a batch.
         host_bytes: Peak of the tensors that stay in host memory.
-        attention: Which attention ran in the first forward pass.
+        attention: Attention calls of the first forward pass, with their kernels.
         warned: Warnings about techniques that apply to a small part of the model.
         error: Exception that ended the prediction.
     """
@@ -116,16 +115,17 @@ def predict(
     """Predict the peak memory of a training step in a Trainer.
 
     Args:
-        model: A LightningModule, which is copied, or a function that builds one, of any size.
-        batch: A batch as the loader yields it; only the values of integer tensors matter.
-        trainer: A Trainer for one CPU with the run's techniques, or a function that builds it. It cannot be
-            used afterwards.
+        model: A LightningModule of any size, which is copied, or a function that builds the module.
+        batch: A batch of the loader; the values of its floating-point tensors do not matter.
+        trainer: A Trainer for one CPU with the run's techniques, or a function that builds the Trainer. The
+            Trainer cannot be used afterwards.
         data: A data module, if its hooks change batches.
         num_batches: Batches per epoch; None for an endless loader.
-        batch_size: `batch_size` of the loader; None takes the length of the first tensor.
-        capability: Compute capability times ten of the GPU to predict for, which need not be present. It
-            decides attention, dropout and float8. 0 predicts for this CPU.
-        memory_bytes: Memory of that GPU, which decides the tiled loss's tile size; None takes a known GPU's.
+        batch_size: `batch_size` of the loader; None means the length of the batch's first tensor.
+        capability: Compute capability, times ten, of the GPU to predict for, which need not be present. The
+            capability selects how attention, dropout and float8 behave. 0 means this CPU.
+        memory_bytes: Memory of the GPU, which decides the tile size of the tiled loss; None means the memory
+            of a known GPU with this capability.
 
     Raises:
         ValueError: The Trainer is not for one CPU.
@@ -163,8 +163,8 @@ def predict_inside(
 ) -> Prediction:
     """Predict like `predict`, inside `fakes` that are already entered.
 
-    The fakes may belong to another prediction that is running, whose device then applies. `recorder` records
-    the steps; None takes a new one.
+    If `fakes` belong to another running prediction, the device of that prediction applies. `recorder` records
+    the steps; with None, a new recorder is created.
     """
     gpu, batches = devices.gpu_of(torch.empty(0)), [batch]
     with quietly() as warned:
@@ -172,7 +172,7 @@ def predict_inside(
         device = made.strategy.root_device
         if made.num_devices != 1 or made.world_size != 1 or device.type != "cpu":
             raise ValueError(f"a Trainer for {device}: expected accelerator='cpu', devices=1")
-        # Before the fit begins, because callbacks prepare in `setup`.
+        # Techniques join before the fit begins, because callbacks prepare in `setup`.
         made.callbacks = [each for each in made.callbacks if _takes_part(each, gpu)]
         _takes_part(made.precision_plugin, gpu)  # a plugin always takes part, so only its preparation counts
 
@@ -184,7 +184,7 @@ def predict_inside(
             return module
 
         found = _predicted(run, fakes, recorder or Recorder())
-        batches.clear()  # the Trainer is a reference cycle, which would keep the run's batch alive
+        batches.clear()  # the Trainer is in a reference cycle, which would keep the run's batch alive
         found.warned.extend(dict.fromkeys(str(each.message) for each in warned))
         for technique in (made.precision_plugin, *made.callbacks) if found.peak is not None else ():
             found.assumed.extend(technique.assumptions() if isinstance(technique, Assumes) else [])
@@ -199,7 +199,7 @@ def _takes_part(technique: object, gpu: Device | None) -> bool:
 
 
 def _like(capability: int, memory_bytes: int | None = None) -> Device | None:
-    """Return a GPU of this capability; if none is known, with the rates of the next lower capability."""
+    """Return a GPU of this capability; an unknown capability gets the rates of the next lower known GPU."""
     if not capability:
         return None
     lower = [gpu for gpu in DEVICES.values() if gpu.capability <= capability]
@@ -221,10 +221,10 @@ def predict_step(
     """Predict the peak memory of a plain loop: forward, backward, `optimizer.step`, `zero_grad`.
 
     Args:
-        model: A module, which is copied, or a function that builds one.
+        model: A module, which is copied, or a function that builds the module.
         batch: Second argument of `step`.
-        step: Returns the loss, given model and batch.
-        optimizer: Builds the optimizer, given the trained parameters.
+        step: Function that returns the loss for a model and a batch.
+        optimizer: Function that builds the optimizer from the trained parameters.
         capability: As in `predict`.
 
     Example:
@@ -252,7 +252,7 @@ def predict_step(
 
 
 def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, recorder: Recorder) -> Prediction:
-    """Run a training and return its peak, or the reason that it failed; `run` returns its model."""
+    """Run a training and return its peak, or the reason for its failure; `run` returns the trained model."""
     probe = Probe(recorder)
     try:
         model = run(probe)
@@ -286,15 +286,15 @@ class _StopPrediction(Exception):  # noqa: N818 - not an error
 
 @dataclass(eq=False)
 class _Record(pl.Callback):
-    """Records until the probe is done, then ends the run; a step has at most `LONGEST_WINDOW` batches.
+    """Records steps of at most `LONGEST_WINDOW` batches until the probe is done, then ends the run.
 
-    Why not `LambdaCallback`: its hooks are instance attributes. `OptimizerChoice` would mistake them for the
-    user's hooks, and keep gradients for them.
+    Why not `LambdaCallback`: its hooks are instance attributes, which `OptimizerChoice` would mistake for the
+    user's hooks. For a user's hooks, `OptimizerChoice` keeps gradients in memory.
     """
 
     probe: Probe
     keeps_batches: bool
-    """Whether a technique holds all batches of a step until its end, so that none may be left out."""
+    """Whether a technique holds all batches until the end of a step, so that no batch may be left out."""
     window: int = 0
     """Batches per step in the real run."""
 
@@ -304,9 +304,9 @@ class _Record(pl.Callback):
     ) -> None:
         if not self.keeps_batches:
             self.window = self.window or trainer.accumulate_grad_batches
-            # The first step may be shorter only with our loop and in an epoch of more than two batches.
-            # Lightning's loop counts a step's batches from the start of the epoch: a short first step would
-            # also shorten the second, and so would the end of an epoch of two batches.
+            # The first step has one batch if the loop is `ExactStep` in an epoch of more than two batches.
+            # Lightning's loop counts batches from the start of the epoch, so a short first step would also
+            # shorten the second step. The end of an epoch of two batches would shorten the second step too.
             loop = trainer.fit_loop.epoch_loop.automatic_optimization
             is_free = isinstance(loop, ExactStep) and trainer.num_training_batches > LONGEST_WINDOW
             is_short = is_free and trainer.global_step == 0
@@ -329,7 +329,7 @@ class _Record(pl.Callback):
 
 
 def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) -> None:
-    """Run `fit` without callbacks that observe, until two steps are counted."""
+    """Run `fit` without loggers and validation, until the probe has counted two steps."""
     sizes = (getattr(each, "micro_batch_size", None) for each in trainer.callbacks)
     trainer.callbacks.append(_Record(probe, keeps_batches="auto" in sizes))
     trainer.loggers = []
@@ -337,6 +337,7 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) 
     trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
     if data is not None:
+        # The loader serves fake batches, so the data are neither prepared nor set up.
         data.train_dataloader = lambda: loader
         data.prepare_data = data.setup = lambda *_, **__: None
     with suppress(_StopPrediction):
@@ -347,8 +348,8 @@ def _fit(trainer: Any, model: Any, loader: FakeLoader, data: Any, probe: Probe) 
 def quietly() -> Generator[list[warnings.WarningMessage]]:
     """Suppress warnings and log messages, because this is not a real run.
 
-    One kind of warning also applies to the real run, and is collected: a technique reaches only a small part
-    of the model.
+    `LittleReachedWarning` also applies to the real run, so it is collected. This warning says that a
+    technique applies to a small part of the model.
     """
     with warnings.catch_warnings(record=True) as warned, ExitStack() as stack:
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The keys of other tools as YAML tables, one per tool, and the engine by which `migrate` applies them.
+"""YAML tables of the keys of other tools, one table per tool, and the engine of `migrate`.
 
 Read first: shared.yaml (what a row means), transformers.yaml, then tables.py and engine.py.
 """

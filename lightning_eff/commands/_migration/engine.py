@@ -1,7 +1,7 @@
-"""Turn the keys of another tool's file into overrides of one recipe, by the tool's table.
+"""Turn the keys of another tool's file into overrides of a recipe, by the tool's table.
 
-`migrate` calls it. The functions at the end convert several keys at once, or a key without a plain value. A
-row of the table names the function and the key's part in it, as in `convert: batches.per_device`.
+`migrate` uses `Migration`. The functions at the end convert several keys at once, or a key without a plain
+value. A row of the table names such a function and the key's part in it, as in `convert: batches.per_device`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_eff.config.validate import RUN_KEYS
 from lightning_eff.core.catalog import CONF, MULTI_CHOICE_GROUPS
 
 AUTO = "auto"
-"""A value with which DeepSpeed leaves a setting to the Trainer."""
+"""Value in a DeepSpeed config that leaves a setting to the Trainer."""
 OFF = (None, False, "", "no", "none", "false", [], {})
 ONE_OPTION_GROUPS = ("optimizer", "scheduler", "precision", "strategy")
 ACCUMULATION = "callbacks.gradient_accumulation"
@@ -35,7 +35,7 @@ CHECKPOINT = "monitors.model_checkpoint"
 
 @dataclass(frozen=True)
 class Given:
-    """A key and its value in the file; for a key that the file lacks, the tool's default."""
+    """A key with its value in the file, or with the tool's default if the file lacks the key."""
 
     key: str
     value: Any
@@ -44,12 +44,12 @@ class Given:
 
 @dataclass(frozen=True)
 class Setting:
-    """An override, and its source key."""
+    """An override, and the key from which it was made."""
 
     given: Given
     word: str
     is_of_option: bool
-    """Whether the same row also chooses the option whose parameter this is."""
+    """Whether the override sets a parameter of an option that the same row chooses."""
 
 
 @dataclass
@@ -60,11 +60,11 @@ class Migration:
     folder: Path
     recipe: str = ""
     settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
-    """Overrides by the setting that they change; `callbacks.NAME` is an option that is added or removed."""
+    """Overrides by the changed setting; `callbacks.NAME` stands for an option that is added or removed."""
     parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
-    """Values that a function converts, by function and part."""
+    """Values for the conversion functions, by function and part."""
     lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
-    """Keys without a counterpart, and the reason."""
+    """Keys without a counterpart, each with the reason."""
     same: list[str] = field(default_factory=list[str])
     unknown: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
@@ -72,13 +72,13 @@ class Migration:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the tool's variant
 
     def add(self, content: Mapping[str, Any], table: Table, prefix: str = "") -> None:
-        """Look up all keys of a file; `prefix` is the key in another file that contains or names this one."""
+        """Look up all keys of a file; `prefix` is the key of another file that contains or names the file."""
         flat = flatten(content, table)
         order = {key: index for index, key in enumerate(table.rows)}
         left_to_us: list[str] = []
         if not prefix and any(key in flat for key in table.variant.get("keys", ())):
             self.defaults = table.variant["defaults"]
-        # In the order of the table, whose later rows win.
+        # Look keys up in the order of the table, because later rows win.
         for key in sorted(flat, key=lambda key: order.get(key, len(order))):
             value, found = flat[key], table.find(key)
             if value == AUTO and not (found and isinstance(found[0].ours, Mapping) and AUTO in found[0].ours):
@@ -92,7 +92,7 @@ class Migration:
             self.notes += [f"left to the recipe (auto): {', '.join(left_to_us)}"] if left_to_us else []
 
     def _add_defaults(self, flat: Mapping[str, Any], table: Table) -> None:
-        """Look up the keys that the file lacks and whose default in the tool differs from the recipe's."""
+        """Look up the keys that the file lacks, if the tool's default differs from the recipe's value."""
         for key, row in table.rows.items():
             conditions = [] if isinstance(row.always, bool) else row.always.split()
             applies = row.always is True or any(flat.get(other) not in OFF for other in conditions)
@@ -130,6 +130,7 @@ class Migration:
         values: Any = given.value
         if not isinstance(values, list):
             is_one = "*" in ours or isinstance(values, Mapping)
+            # Some tools separate the values of a string by commas, others by spaces.
             values = [values] if is_one else str(values).replace(",", " ").split()
         for value in values:
             text = str(value).lower()
@@ -143,7 +144,7 @@ class Migration:
 
     def set(self, given: Given, words: str, name: str = "") -> None:
         """Set space-separated overrides; a value that does not fit is recorded as having no counterpart."""
-        name = name.replace(".init_args.", ".").replace("class_path", "_target_")  # of LightningCLI
+        name = name.replace(".init_args.", ".").replace("class_path", "_target_")  # names of LightningCLI
         if name and not all(part.isidentifier() for part in name.split(".")):
             self.lack(given, "expected the name of an argument")
             return
@@ -169,9 +170,9 @@ class Migration:
         return self.settings[target].word if target in self.settings else ""
 
     def _put(self, setting: Setting) -> bool:
-        """Store a setting unless another one has priority; return whether it is stored.
+        """Store a setting unless an earlier setting has priority; return whether the setting is stored.
 
-        A key of the file has priority over a default; of two keys, the later row wins.
+        A key of the file has priority over a default. Of two keys of the file, the key in the later row wins.
         """
         target = _target(setting.word)
         old = self.settings.get(target)
@@ -183,13 +184,13 @@ class Migration:
             if is_choice and not old.given.is_default:
                 self.lack(old.given, f"{setting.given.key} sets {setting.word}")
             for key in [key for key in self.settings if is_choice and key.startswith(f"{target}.")]:
-                if self.settings[key].is_of_option:  # the option is replaced
+                if self.settings[key].is_of_option:  # a parameter of the replaced option
                     del self.settings[key]
         self.settings[target] = setting
         return True
 
     def settle(self) -> None:
-        """Convert the parts, choose the recipe, and drop settings that it has or that no option reads."""
+        """Convert the parts, choose the recipe, and drop settings that the recipe has or no option reads."""
         for convert in CONVERSIONS:
             if parts := self.parts.get(convert.__name__):
                 convert(self, parts)
@@ -199,7 +200,7 @@ class Migration:
         listed = {name: {*chain.options(name)} or {""} for name in (*MULTI_CHOICE_GROUPS, *ONE_OPTION_GROUPS)}
         for target, setting in list(self.settings.items()):
             group, _, option = target.partition(".")
-            # Hydra rejects adding a listed option, and removing one that is not listed.
+            # Hydra rejects adding an option that is listed, and removing an option that is not listed.
             is_listed = option in listed.get(group, ())
             reason = "" if setting.is_of_option else self._unread(target, listed)
             if reason or setting.word.startswith("+" if is_listed else "~"):
@@ -215,6 +216,7 @@ class Migration:
             is_chosen = word.startswith("+") or (not word and rest[0] in listed[group])
             return "" if is_chosen else f"has an effect only with +{group}={rest[0]}"
         if group in ONE_OPTION_GROUPS and rest:
+            # A single-option group lists one option or an empty string.
             option = self.word(group).partition("=")[2] or max(listed[group])
             return "" if rest[0] in _keys(group, option) else f"{group}={option} has no {rest[0]}"
         return ""
@@ -245,12 +247,12 @@ def deepspeed(found: Migration, parts: Mapping[str, Given]) -> None:
             found.lack(given, "no such file")
             return
         content = read_file(file)
-    own = {str(key): value for key, value in content.items() if key != "steps_per_print"}  # the Trainer logs
+    own = {str(key): value for key, value in content.items() if key != "steps_per_print"}  # Trainer's task
     found.add(own, read_table("deepspeed"), f"{given.key}.")
 
 
 def batches(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set batch size and accumulation: the samples per step if they are known, else batches per step."""
+    """Set the batch size, and accumulation by samples per step if known, else by batches per step."""
     sizes = {part: _whole(found, given) for part, given in parts.items()}
     batch, ranks = sizes.get("per_device"), sizes.get("processes")
     count = sizes.get("accumulation") or 1
@@ -263,7 +265,7 @@ def batches(found: Migration, parts: Mapping[str, Given]) -> None:
         nodes = f" trainer.num_nodes={machines}" if machines > 1 else ""
         found.set(parts["processes"], f"trainer.devices={max(1, ranks // machines)}{nodes}")
     given = parts.get("accumulation") or parts.get("per_device")
-    # The samples of a step are exact; a number of batches depends on the ranks of the new run.
+    # Samples per step are exact, whereas the effect of batches per step depends on the new run's ranks.
     if sizes.get("global"):
         found.set(parts["global"], f"{ACCUMULATION}.global_batch_size={{whole}}")
     elif given and batch and ranks:
@@ -274,8 +276,9 @@ def batches(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def evaluation(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set how often validation runs; other tools count optimizer steps, Lightning counts batches."""
+    """Set how often validation runs; other tools count optimizer steps, whereas Lightning counts batches."""
     strategy = parts.get("strategy") or parts["steps"]
+    # In transformers, `eval_steps` defaults to `logging_steps`, which defaults to 500.
     logged = found.word("trainer.log_every_n_steps").partition("=")[2] or 500
     steps = parts.get("steps") or Given("logging_steps", logged)
     if strategy.value in OFF:
@@ -286,7 +289,7 @@ def evaluation(found: Migration, parts: Mapping[str, Given]) -> None:
 
 
 def checkpoints(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set which checkpoints are kept: the best by loss, or one every few steps."""
+    """Set which checkpoints are kept: the checkpoint with the best loss, or one every few steps."""
     values = {part: given.value for part, given in parts.items()}
     strategy = values.get("strategy", "steps")
     best = next((parts[part] for part in ("best", "strategy") if values.get(part) in (True, "best")), None)
@@ -316,4 +319,4 @@ def _whole(found: Migration, given: Given) -> int | None:
 
 
 CONVERSIONS = (deepspeed, batches, evaluation, checkpoints)
-"""In execution order: DeepSpeed's file adds parts for the others."""
+"""Conversion functions in execution order. `deepspeed` is first, because it adds parts for the others."""

@@ -32,7 +32,7 @@ _PLACEHOLDER = re.compile(r"\{(value|text|dataset|whole|number|fraction|inverse)
 
 @dataclass(frozen=True)
 class Row:
-    """The counterpart of a key."""
+    """A row of a table: the counterpart of one or more keys."""
 
     ours: str | Mapping[str, str] = ""
     same: str = ""
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The keys of one tool."""
+    """The table of one tool's keys."""
 
     title: str
     recipe: str
@@ -62,11 +62,11 @@ class Table:
         return {key: row for section in self.sections.values() for key, row in section.items()}
 
     def find(self, key: str) -> tuple[Row, str] | None:
-        """Return the row of a key, and the text that `{key}` stands for in it."""
+        """Return the row of a key, and the text that `{key}` stands for in the row."""
         rows, parts = self.rows, key.split(".")
         if key in rows:
             return rows[key], parts[-1]
-        # The most specific row: `a.b.*` before `a.*`.
+        # Try the most specific row first: `a.b.*` before `a.*`.
         for count in range(len(parts) - 1, 0, -1):
             row = rows.get(f"{'.'.join(parts[:count])}.*")
             if row is not None:
@@ -81,7 +81,7 @@ def tools() -> list[str]:
 
 @cache
 def read_table(name: str) -> Table:
-    """Read the table of one tool; its own rows replace rows of the sections that it includes."""
+    """Read a tool's table; rows of the table replace rows of the sections that the table includes."""
     content, shared = (read_yaml(FOLDER / f"{each}.yaml").content for each in (name, SHARED))
     templates = {key: row for section in shared.values() for key, row in _rows(section, {}).items()}
     sections = {title: _rows(section, templates) for title, section in content["sections"].items()}
@@ -106,7 +106,7 @@ def _rows(section: Mapping[str, Any], templates: Mapping[str, Row]) -> dict[str,
 
 
 def recognize(content: Mapping[str, Any], file: Path) -> str:
-    """Return the tool of a file: the one with the most marks in it.
+    """Return the tool that a file belongs to: the tool with the most marks (typical keys) in the file.
 
     Raises:
         UsageError: The file has no mark of any tool.
@@ -123,14 +123,14 @@ def read_file(file: Path) -> dict[str, Any]:
     """Return the content of a YAML or JSON file as plain values (JSON is read as YAML).
 
     Raises:
-        UsageError: It cannot be read or is not a mapping; the text names file and line.
+        UsageError: The file cannot be read or is not a mapping; the message names file and line.
     """
     content: dict[Any, Any] = read_yaml(file, expect_mapping=True).content
     return {str(key): value for key, value in content.items()}
 
 
 def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted key; a mapping stays one value if only the mapping itself has a row.
+    """Return values by dotted key; a mapping stays one value if it has a row and its keys have none.
 
     A class of LightningCLI in the `trainer` section becomes part of the key.
 
@@ -141,7 +141,7 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
     """
     rows, found = table.rows, dict[str, Any]()
     for name, value in content.items():
-        # A dot inside a key of the file is not a level. Quoted, such a key matches no row and no argument.
+        # A dot inside a key of the file is no nesting. Such a key is quoted, so that the key matches no row.
         key = f"{prefix}{name!r}" if prefix and "." in str(name) else f"{prefix}{name}"
         entries: list[Any] = value if isinstance(value, list) else [value]
         is_section = key not in rows or f"{key}.*" in rows
@@ -161,10 +161,10 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
 
 
 def filled(template: str, value: Any, key: str = "") -> str:
-    """Return an override with a value in its placeholder, which shared.yaml describes.
+    """Return an override with a value inserted for the placeholder; shared.yaml describes placeholders.
 
     Raises:
-        ValueError: The value does not fit; the text describes the expected value.
+        ValueError: The value does not fit; the message describes the expected value.
 
     Example:
         >>> filled("seed={whole}", "7"), filled("tags=[{text}]", 7), filled("data.paths={dataset}", "a/b")
@@ -222,7 +222,7 @@ def written(value: Any) -> str:
     dumped = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     if "\\" in dumped or "${" in dumped or not dumped.isprintable():
         raise ValueError("expected printable text without quotation marks, backslashes and ${")
-    # In Hydra's grammar the key of a mapping, a string before a colon, is a word without quotation marks.
+    # In Hydra's grammar, keys of a mapping have no quotation marks, so every key must be a word.
     if any(not re.fullmatch(r"\w+", key, re.ASCII) for key, colon in _TEXT.findall(dumped) if colon):
         raise ValueError("expected keys that are words")
     return _TEXT.sub(lambda text: f"{text[1]}:" if text[2] else text[0], dumped)
