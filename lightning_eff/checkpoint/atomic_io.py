@@ -1,4 +1,4 @@
-"""Checkpoint files that appear in one step, are verified before use, and hold only tensors and plain values.
+"""Checkpoint files that are written as a whole or not at all, verified before use, and free of pickled code.
 
 `AtomicFiles` writes and reads single files, and folders with one file per rank (sharded.py).
 `checkpoint_io/durable` makes this class available to a Trainer. If the user passes no CheckpointIO, the

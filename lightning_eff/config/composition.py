@@ -1,8 +1,9 @@
 """Compose a recipe and its overrides with Hydra, once per run, and check the result.
 
 Hydra accepts some mistakes silently. With this module, an override may set every parameter of a group's
-class. After composing, each key, class and type is compared with that class (`config/validate.py`), so that
-no key is dropped or added unnoticed. The verbs call `compose_recipe` and `recipe_app`.
+class. After composition, `config/validate.py` checks each key, and the type of its value, against the
+signature of the class. So no key is dropped or added unnoticed. The verbs call `compose_recipe` and
+`recipe_app`.
 
 Why not `hydra.main`: it composes a config to find the mode, and again to run the job. A check before the run
 would need a third composition. `RecipeApp` uses the same Hydra object as `hydra.main`, and Hydra runs exactly

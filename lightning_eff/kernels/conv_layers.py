@@ -105,7 +105,7 @@ class LocalLayer:
     Args:
         compute: Function of a tile of the input, the tensors, and the padding at both ends of each axis.
         windows: One window per spatial axis; empty for a pointwise layer, which takes any number of axes.
-        channels: Number of channels of the output; None if the input has as many.
+        channels: Number of output channels; None if it equals the number of input channels.
         tensors: Weights and similar tensors that may need a gradient.
         keeps: The tensor that autograd keeps for the backward pass: `input`, `result`, or empty for none.
         is_in_place: Whether the layer overwrites its input.

@@ -187,7 +187,7 @@ def of(device: torch.device) -> Device:
 
 @functools.cache
 def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
-    """Return the table's entry for a GPU, or an estimate for an unknown GPU; sizes are the driver's."""
+    """Return the table's entry for a GPU, or an estimate for an unknown GPU; `sizes` come from the driver."""
     # The driver's name contains the table's name as a word. NVL boards have as many SMs, but lower clocks.
     known = (info for info in DEVICES.values() if re.search(rf"\b{info.name}\b", name) and "NVL" not in name)
     device = next((info for info in known if info.num_sms == num_sms), None)

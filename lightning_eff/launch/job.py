@@ -160,8 +160,8 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
     """Reject a process that would train alone although several processes were started.
 
     Raises:
-        ConfigError: Several machines or processes were started without torchrun (`PET_NNODES`,
-            `WORLD_SIZE`), or `NODE_RANK` is set but `trainer.num_nodes` is not.
+        ConfigError: `PET_NNODES` or `WORLD_SIZE` announces several processes, but torchrun did not start
+            this process; or `NODE_RANK` is set, and `trainer.num_nodes` is not.
 
     Example:
         >>> check_machines({"num_nodes": "auto"}, {"PET_NNODES": "2"})

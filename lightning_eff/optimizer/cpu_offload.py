@@ -50,8 +50,9 @@ class CpuOffload(PerParameter):
         params: Parameters or parameter groups.
         lr: Learning rate.
         weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
-        optimizer: Class that steps each parameter, from torch.optim or another class with state per
-            parameter. The class gets `lr` and `weight_decay` from the arguments above. None for fused AdamW.
+        optimizer: Optimizer class that steps each parameter: a class from torch.optim, or any other class
+            that keeps its state per parameter. It gets `lr` and `weight_decay` from the arguments above. None
+            for fused AdamW.
         pin_memory: Keep the host's copies in page-locked memory, so that copying is faster and asynchronous.
 
     Raises:

@@ -252,7 +252,7 @@ def forecast(
 
 
 def _check_parts(values: Mapping[str, Any], trainer: pl.Trainer) -> None:
-    """Build the data, and check a model on the meta device with `run.check_parts`; raise their errors."""
+    """Build the data, and check a model on the meta device with `run.check_parts`; all errors are raised."""
     data = make("data", values["data"])
     try:
         # The meta device is enough to check classes and shapes. A large model might not fit in memory.

@@ -420,6 +420,6 @@ def _first_steps_chart(memory: Report) -> list[Chart]:
 
 
 def _byte_unit(largest: float) -> tuple[float, str]:
-    """Return the bytes and the name of the unit in which `human_bytes` shows a size."""
+    """Return the unit in which `human_bytes` shows a size: its number of bytes and its name."""
     unit = human_bytes(largest).split()[1]
     return UNITS.get(unit, 1), unit

@@ -5,8 +5,8 @@ The meter (meter.py) creates a `StepTimes`, which takes three measurements in tu
 1. Parts of the step: forward, backward, optimizer, data, and the rest (callbacks, logging, Lightning). This
    measurement takes complete optimizer steps with at least `NUM_BATCHES` batches. The batches run at normal
    speed, because only the strategy's methods are wrapped.
-2. Modules, in two batches with hooks around every module. The time of a hook is included in the module's
-   time.
+2. The time of each module, measured in two batches by hooks around every module. The time of a hook is
+   included in the module's time.
 3. Operations of two kinds, in one batch: matrix products, and pointwise operations including reductions.
    Grouped convolutions belong to neither kind, because they are memory-bound and no technique makes them
    faster.

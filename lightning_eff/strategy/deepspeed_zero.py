@@ -12,8 +12,8 @@ gradients by the window's length a second time. Checkpoints have the layout of a
 has slices of flat vectors, so the optimizer must update each element independently. A custom optimizer class
 declares this property with `elementwise = True`.
 
-Saves: optimizer state (stages 1 to 3), gradients (stages 2, 3) and weights (stage 3), divided by the number
-    of devices or offloaded.
+Saves: memory for optimizer state (stages 1 to 3), gradients (stages 2 and 3) and weights (stage 3): they are
+    split across devices, or offloaded.
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), plus copies of offloaded
     tensors. Stages 2 and 3 reduce gradients after every micro-batch. The optimizer keeps a float32 copy of
     the weights. A parameter that has no gradient on any of the ranks gets a gradient of 0, so weight decay

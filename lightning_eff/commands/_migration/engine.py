@@ -172,7 +172,8 @@ class Migration:
     def _put(self, setting: Setting) -> bool:
         """Store a setting unless an earlier setting has priority; return whether the setting is stored.
 
-        A key of the file has priority over a default. Of two keys of the file, the key in the later row wins.
+        A key of the file has priority over a default. If two keys of the file set the same option, the later
+        row of the table wins.
         """
         target = _target(setting.word)
         old = self.settings.get(target)
