@@ -97,7 +97,7 @@ class Text(pl.LightningDataModule):
         batch_size: Rows per batch of the loader, per rank.
         packing: True, False, "across" or "grouped", as described in the module's docstring.
         field: Column with the text or the conversation. A text file is one document.
-        val_fraction: Fraction of the documents for validation, 0 to 0.5; every run validates on the same ones.
+        val_fraction: Fraction of the documents for validation, 0 to 0.5; equal in every run.
         cache_dir: Folder for tokenized documents, and for the cache of `datasets`.
 
     Raises:

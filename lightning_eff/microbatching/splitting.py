@@ -95,7 +95,7 @@ def _refilled(container: Any, build: Build, new: Iterator[Any]) -> Any:
 
 
 def num_samples(batch: Any, keep: Sequence[str] = ()) -> int | None:
-    """Count the samples of a batch; return None if it has no tensors, or if its values hold different numbers.
+    """Count the samples of a batch; return None if it has no tensors, or if its values disagree.
 
     Args:
         batch: A batch of any type.
