@@ -25,6 +25,7 @@ from yaml.error import MarkedYAMLError
 from lightning_eff.core.errors import UsageError
 
 NO_MAPPING = "expected lines of key: value"
+PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,18 @@ class YamlDocument:
 class _Loader(get_yaml_loader()):
     """OmegaConf's loader, which rejects duplicate keys and Python objects, and reads dates as strings."""
 
-    # In addition to OmegaConf's rules, reject aliases.
+    # In addition to OmegaConf's rules, reject aliases and tags.
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             problem = "aliases are not read: ${key} refers to another value"
             raise MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
+        if node.tag not in PLAIN_TAGS:
+            problem = (
+                f"tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not allowed: expected plain values"
+            )
+            raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
 
 
 def is_file(path: Path) -> bool:

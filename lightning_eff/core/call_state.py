@@ -121,6 +121,8 @@ class CallState:
             self._states.append((read, write, read()))
         elif kind == "container":
             self._note_content(value, has_objects=has_objects)
+            # A subclass may hold values as attributes too, as Hugging Face's ModelOutput does.
+            self._note_content(getattr(value, "__dict__", None), has_objects=has_objects)
         elif kind == "object" and has_objects:
             self._note_content(getattr(value, "__dict__", None), has_objects=is_dataclass(value))
         return value

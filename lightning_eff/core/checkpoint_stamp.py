@@ -35,6 +35,8 @@ from lightning_eff.core.technique import name_of
 KEY = "lightning_eff"
 """Key of the stamp in a checkpoint."""
 LIGHTNING_VERSION = "pytorch-lightning_version"
+SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Keys that schedulers write into parameter groups and read back."""
 MAX_CHARACTERS = 60
 """Number of characters of a saved class name that a message shows."""
 
@@ -121,10 +123,12 @@ def save_nothing_on_exception(trainer: pl.Trainer) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names: Any = None) -> None:
-    """Check the number of saved optimizer states and, if the checkpoint has `names`, their classes.
+    """Check the number of saved optimizer states, and the classes of the optimizers that saved them.
 
     Lightning 2.6 ignores extra optimizer states, and torch loads a state that another optimizer class saved.
-    By itself, torch rejects only a state with other parameter groups or another number of parameters.
+    By itself, torch rejects only a state with other parameter groups or another number of parameters. A
+    checkpoint of stock Lightning has no `names`: there the options of the parameter groups tell the classes
+    apart. A newer release of an optimizer only adds options.
 
     Raises:
         ConfigError: The number of states or an optimizer's class differs.
@@ -132,13 +136,24 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
     if states and len(states) != len(optimizers):
         now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(states)))
         raise _mismatch(now, f"{before}, as in the checkpoint")
-    # A checkpoint of stock Lightning has no names; then the number of states is all that is known.
-    if isinstance(names, list) and len(names) == len(states):
-        for optimizer, name in zip(optimizers, names, strict=False):
-            own = state_layout(optimizer)
-            if name != own:
-                saved = repr(str(name)[:MAX_CHARACTERS])[1:-1]
-                raise _mismatch(own, f"{saved}, with which the checkpoint was saved")
+    has_names = isinstance(names, list) and len(names) == len(states)
+    for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
+        own = state_layout(optimizer)
+        saved = names[index] if has_names else _other_class(optimizer, state) or own
+        if saved != own:
+            shown = repr(str(saved)[:MAX_CHARACTERS])[1:-1]
+            raise _mismatch(own, f"{shown}, with which the checkpoint was saved")
+
+
+def _other_class(optimizer: Any, state: Any) -> str:
+    """Describe the class that saved a state, if its options show that it is not this optimizer's class."""
+    groups = nested_dict(state).get("param_groups") or ()
+    for group, options in zip(optimizer.param_groups, groups, strict=False):
+        missing = [key for key in optimizer.defaults if key not in options]
+        extra = [key for key in options if key not in group and key not in SCHEDULE_KEYS]
+        if missing and extra:
+            return f"an optimizer with the option {extra[0]} and without {missing[0]}"
+    return ""
 
 
 def _mismatch(value: str, expected: str) -> ConfigError:

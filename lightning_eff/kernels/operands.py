@@ -136,6 +136,14 @@ def is_aligned(tensor: Tensor) -> bool:
     return pitch >= length and pitch * itemsize % TMA_BYTES == 0
 
 
+def _check_device_and_dtype(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"gemm: a is on {device} and {name} on {tensor.device}: expected one device")
+    # A complex C would lose its imaginary part in the sum.
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} is {tensor.dtype}: expected a floating-point dtype")
+
+
 def check_operands(
     a: Tensor,
     b: Tensor,
@@ -166,8 +174,8 @@ def check_operands(
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}, or None")
     for name, tensor in {"b": b, "c": c, "bias": bias}.items():
-        if tensor is not None and tensor.device != a.device:
-            raise ValueError(f"gemm: a is on {a.device} and {name} on {tensor.device}: expected one device")
+        if tensor is not None:
+            _check_device_and_dtype(name, tensor, a.device)
     batch, N = batch_of(a, b), b.shape[-1]
     size = (*batch, a.shape[-2], N)
     if c is not None and c.shape != size:  # otherwise C stays the same object, which may be `out`

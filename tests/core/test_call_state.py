@@ -147,6 +147,21 @@ def test_containers_that_a_block_changes_are_reinstated(compute: Callable[..., A
     assert sizes[:2] == sizes[2:]
 
 
+def test_attributes_that_a_block_writes_to_a_model_output_are_reinstated() -> None:
+    def compute(cell: Cell, out: BaseModelOutput) -> BaseModelOutput:
+        hidden: Any = out.last_hidden_state
+        out.last_hidden_state = torch.tanh(cell.a(hidden))
+        return out
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        out: Any = BaseModelOutput(last_hidden_state=x)  # pyright: ignore[reportArgumentType]
+        for block in net:
+            out = block(out)
+        return out.last_hidden_state.square().sum()
+
+    assert_same(compute, step)
+
+
 def set_on_blocks(name: str, value: Callable[[Tensor], Any]) -> Step:
     """Return a step that sets an attribute of the blocks between two forward passes."""
 

@@ -99,13 +99,17 @@ def test_lightnings_mixed_precision_and_ours_resume_from_each_other(net: Maker, 
 )
 def test_another_optimizers_state_is_rejected(net: Maker, tmp_path: Path, technique: dict[str, Any]) -> None:
     """Stock Lightning's SGD would take AdamW's groups, and miss its momentum in the middle of a step."""
-    saved(net(), tmp_path / "a.ckpt", callbacks=[OptimizerChoice(optimizer=ADAMW)])
-    model = net()
-    with pytest.raises(ConfigError):
-        resumed(model, tmp_path / "a.ckpt", **technique)
-    assert model.losses == []
+    saved(net(), tmp_path / "named.ckpt", callbacks=[OptimizerChoice(optimizer=ADAMW)])
+    state = torch.load(tmp_path / "named.ckpt", weights_only=True)
+    del state[checkpoint_stamp.KEY]
+    torch.save(state, tmp_path / "unnamed.ckpt")
+    for name in ("named", "unnamed"):
+        model = net()
+        with pytest.raises(ConfigError, match="optimizer="):
+            resumed(model, tmp_path / f"{name}.ckpt", **technique)
+        assert model.losses == []
     with pytest.raises(KeyError):
-        resumed(net(), tmp_path / "a.ckpt")
+        resumed(net(), tmp_path / "unnamed.ckpt")
 
 
 def test_another_number_of_optimizers_is_rejected() -> None:
@@ -114,6 +118,9 @@ def test_another_number_of_optimizers_is_rejected() -> None:
     checkpoint_stamp.check_optimizers([one], [one.state_dict()])
     with pytest.raises(ConfigError, match="2 optimizers"):
         checkpoint_stamp.check_optimizers([one], [one.state_dict()] * 2)
+    older = one.state_dict()
+    del older["param_groups"][0]["fused"]
+    checkpoint_stamp.check_optimizers([one], [older])
 
 
 @pytest.mark.filterwarnings(

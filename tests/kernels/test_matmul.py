@@ -105,6 +105,7 @@ def test_autocast_casts_as_torch_does() -> None:
         ({"b": random(4, 2, dtype=torch.float32)}, TypeError),
         ({"b": random(4, 2).to("meta")}, ValueError),
         ({"c": random(7, 2), "beta": 1.0}, RuntimeError),
+        ({"c": torch.zeros(3, 2, dtype=torch.complex64), "beta": 1.0}, TypeError),
         ({"beta": 1.0}, ValueError),
         ({"c": random(3, 2)}, ValueError),
         ({"bias": random(3)}, RuntimeError),
