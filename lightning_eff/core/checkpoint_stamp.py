@@ -147,7 +147,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
 
 def _other_class(optimizer: Any, state: Any) -> str:
     """Describe the class that saved a state, if its options show that it is not this optimizer's class."""
-    groups = nested_dict(state).get("param_groups") or ()
+    groups: Any = nested_dict(state).get("param_groups") or ()
     for group, options in zip(optimizer.param_groups, groups, strict=False):
         missing = [key for key in optimizer.defaults if key not in options]
         extra = [key for key in options if key not in group and key not in SCHEDULE_KEYS]
