@@ -47,6 +47,11 @@ def comparisons() -> Iterator[tuple[dict[str, Any], list[ComparisonRow]]]:
             yield content, [ComparisonRow(**row) for row in content["rows"]]
 
 
+def title(content: Mapping[str, Any]) -> str:
+    """Return the recipe and the number of rounds of a comparison."""
+    return f"`{content['recipe']}`, {content['rounds']} rounds"
+
+
 def versions(content: Mapping[str, Any]) -> dict[str, str]:
     """Return the package versions of a measurement."""
     environment = content.get("environment", {})
@@ -110,7 +115,7 @@ def outdated(content: Mapping[str, Any]) -> list[str]:
 
 def _comparisons() -> Iterator[str]:
     for content, rows in comparisons():
-        yield f"## `{content['recipe']}`"
+        yield f"## {title(content)}"
         yield table(HEADER, [cells(row) for row in rows])
         rounds = f"{content['steps']} steps a trial, rounds: {content['rounds']}. {describe_noise(rows)}"
         yield f"{measured_on(content)} {rounds}".strip()

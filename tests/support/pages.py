@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 import lightning_eff
-from lightning_eff.comparison.result_table import HEADER, cells
+from lightning_eff.comparison.result_table import HEADER, ComparisonRow, cells
 from lightning_eff.core import catalog
 from lightning_eff.core.errors import keep_overrides
 from lightning_eff.core.technique import HasFacts, Rule
@@ -41,11 +41,6 @@ SLOT = {
 }
 """How to pass a class of each group to Lightning; `name` is the class."""
 
-SHOWN = (
-    "baseline", "the recipe as it is", "gradient_checkpointing", "micro_batch", "tiled_loss", "torch_compile",
-    "precision=auto", "combined",
-)  # fmt: skip
-"""Rows of the comparison that README shows."""
 COMPARED = HEADER[:-1]
 
 
@@ -175,7 +170,7 @@ def measured(name: str) -> str:
     names = [option, *(file.stem for file in presets(name))]
     wanted = {option} if group == "callbacks" else {f"{group}={word}" for word in names}
     rows = [
-        [f"`{content['recipe']}`", *cells(row)]
+        [benchmarks.title(content), *cells(row)]
         for content, found in benchmarks.comparisons()
         for row in found
         if row.technique in wanted
@@ -206,10 +201,10 @@ def recipes_table() -> str:
 
 
 def excerpt() -> str:
-    """Return the rows of a comparison that README shows."""
-    ((content, rows),) = (each for each in benchmarks.comparisons() if each[0]["recipe"] == "lm")
-    shown = table(COMPARED, [cells(row)[:-1] for row in rows if row.technique in SHOWN])
-    return f"{shown}\n\n{benchmarks.measured_on(content)}"
+    """Return the comparison that README shows."""
+    content = benchmarks.kept()["compare_lm"]
+    rows = [cells(ComparisonRow(**row))[:-1] for row in content["rows"]]
+    return f"{table(COMPARED, rows)}\n\n{benchmarks.measured_on(content)}"
 
 
 def reference() -> str:
