@@ -16,8 +16,8 @@ the budget. Tiles always lower the memory of the MLP's backward pass. The peak o
 for example in the loss; `lightning-eff plan` predicts whether tiles lower the peak.
 
 The default budget is the larger of 64 MiB and the input's size. A budget below this default gains little,
-because the rest of a block then holds more than a tile. The default also limits the number of tiles, to 20 if
-the MLP is four times as wide as its input. Each tile adds its gradient of a weight in the weight's dtype, so
+because the rest of a block then holds more than a tile. The default also limits the number of tiles: an
+MLP that is four times as wide as its input gets at most 20. Each tile adds its gradient of a weight in the weight's dtype, so
 the sum rounds once per tile.
 
 Saves: the wide activations of MLPs on long sequences.
@@ -156,8 +156,8 @@ class TiledMLP(Tiling):
     Raises:
         ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not
             token-wise.
-        ConflictError: The blocks are compiled, or another technique replaces the same forward or keeps the
-            activations of all tiles.
+        ConflictError: The blocks are compiled, another technique replaces the same forward, or another
+            technique keeps the activations of all tiles.
 
     Warns:
         NoEffectWarning: No MLP was found, or each MLP was computed as one tile.

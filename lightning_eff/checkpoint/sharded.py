@@ -128,7 +128,7 @@ def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
     """Return a lazy tensor with an outline's shape and dtype, and with the shards' rows in order.
 
     Raises:
-        CheckpointError: The shards, which may be any objects, are not the rows of that tensor.
+        CheckpointError: The shards are not the rows of that tensor; a shard may be any object.
 
     Example:
         >>> lazy = join(torch.empty(3, 1, device="meta"), [torch.zeros(2, 1), torch.ones(1, 1)])
@@ -453,7 +453,7 @@ def remove(path: Path) -> None:
 
 
 def clean_up(path: Path) -> list[Path]:
-    """Remove the files that no index names, if the folder has no writer; then remove an empty folder."""
+    """If nobody writes to a folder, remove the files that no index names, and the folder itself if it is empty."""
     # List the shards first, then look for locks. A save that began before the listing then still holds its
     # lock, or has already replaced the index.
     shards = _shards_in(path)

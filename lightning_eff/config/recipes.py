@@ -137,7 +137,7 @@ class RecipeChain:
         return self.overriding(group) or next(iter(own), self.recipe)
 
     def names(self, group: str, options: Iterable[str]) -> set[str]:
-        """Return the names that options have in the config; one file may define several names."""
+        """Return the keys in the config of some options; the file of one option may define several keys."""
         return {name for option in options for name in self._names(group, option)}
 
     def _names(self, group: str, option: str) -> set[str]:

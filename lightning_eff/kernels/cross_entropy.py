@@ -98,9 +98,9 @@ def linear_cross_entropy(
         temperature: Divisor of the logits, applied after `softcap`.
         class_weight: Weight of each class, like `weight` of `F.cross_entropy`.
         reduction: `mean` (divides by the sum of the targets' weights), `sum`, or `none`.
-        tile_budget_mib: Memory for float32 logits in MiB. With None on a CPU, the larger of the bytes of `x`
-            and 16 MiB; a tile then has at least 128 rows and at most an eighth of all rows. With None on a
-            GPU, the larger of the bytes of `x` and a 64th of the GPU's memory, rounded down to a power of
+        tile_budget_mib: Memory for float32 logits in MiB. On a CPU, None means as much as `x`, but at least
+            16 MiB; a tile then has at least 128 rows and at most an eighth of all rows. On a GPU,
+            None means as much as `x`, but at least a 64th of the GPU's memory, rounded down to a power of
             two; a tile then has at most 2,048 rows. A GPU without Triton needs up to three times as much
             memory. 16-bit inputs are computed in at most 16 tiles.
         low_rank: An adapter of the projection: rows [*batch, r] and weight [v, r], whose product is added to

@@ -208,7 +208,7 @@ def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
 
 @contextmanager
 def predicted(gpu: Device | None) -> Generator[None]:
-    """Treat fake tensors as tensors of a GPU, which need not be present; with None, as CPU tensors."""
+    """Treat fake tensors as tensors of a GPU that this machine may lack; with None, as CPU tensors."""
     token = _predicted.set(gpu)
     try:
         yield

@@ -289,7 +289,7 @@ class _Record(pl.Callback):
     """Records steps of at most `LONGEST_WINDOW` batches until the probe is done, then ends the run.
 
     Why not `LambdaCallback`: its hooks are instance attributes, which `OptimizerChoice` would mistake for the
-    user's hooks. For a user's hooks, `OptimizerChoice` keeps gradients in memory.
+    user's hooks. If the user has hooks that may read gradients, `OptimizerChoice` keeps the gradients longer.
     """
 
     probe: Probe
