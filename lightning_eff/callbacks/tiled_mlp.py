@@ -17,8 +17,8 @@ for example in the loss; `lightning-eff plan` predicts whether tiles lower the p
 
 The default budget is the larger of 64 MiB and the input's size. A budget below this default gains little,
 because the rest of a block then holds more than a tile. The default also limits the number of tiles: an
-MLP that is four times as wide as its input gets at most 20. Each tile adds its gradient of a weight in the weight's dtype, so
-the sum rounds once per tile.
+MLP that is four times as wide as its input gets at most 20. Each tile adds its gradient of a weight in the
+weight's dtype, so the sum rounds once per tile.
 
 Saves: the wide activations of MLPs on long sequences.
 Costs: one more forward of the MLPs, which adds at most a third to their operations. A block that

@@ -38,7 +38,7 @@ def configure_logging(launch: Launch) -> None:
 
 
 def take_over_lightning(launch: Launch) -> None:
-    """Import Lightning, and print its messages through the root handler; other ranks than 0 print only errors."""
+    """Import Lightning, and print its messages through the root handler; ranks above 0 print only errors."""
     import lightning
 
     logging.getLogger(lightning.__name__).handlers.clear()

@@ -115,7 +115,7 @@ class Recorder(LiveBytes):
         """Collects attention calls of the first forward pass."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count the storages that exist before a batch; the caller closes the returned stack after the batch."""
+        """Count the storages before a batch; the caller closes the returned stack after the batch."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         self._blocks = {block: name for name, block in repeated_blocks(module).items()}
         hooks = ExitStack()
