@@ -453,7 +453,7 @@ def remove(path: Path) -> None:
 
 
 def clean_up(path: Path) -> list[Path]:
-    """Remove the files that no index names, unless a save is running; remove the folder if it is then empty."""
+    """Remove files that no index names, unless a save is running; remove the folder if it is empty then."""
     # List the shards first, then look for locks. A save that began before the listing then still holds its
     # lock, or has already replaced the index.
     shards = _shards_in(path)
