@@ -3,7 +3,7 @@
     step-10.ckpt/
         index.ckpt                              everything that is not sharded, and the shards' SHA-256
         part-0123456789abcdef-0-of-2.ckpt       rows of rank 0, by each tensor's path in the checkpoint
-        part-0123456789abcdef-1-of-2.ckpt       rows of rank 1, which follow those of rank 0
+        part-0123456789abcdef-1-of-2.ckpt       rows of rank 1, which follow the rows of rank 0
 
 atomic_io.py calls `save` and `verified_index` for strategies that shard parameters. In the index, an outline
 replaces each sharded tensor. An outline is a `meta` tensor, which has a shape and a dtype but no values. The

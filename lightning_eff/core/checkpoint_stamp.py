@@ -127,8 +127,8 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
 
     Lightning 2.6 ignores extra optimizer states, and torch loads a state that another optimizer class saved.
     By itself, torch rejects only a state with other parameter groups or another number of parameters. A
-    checkpoint of stock Lightning has no `names`: there the options of the parameter groups tell the classes
-    apart. A newer release of an optimizer only adds options.
+    checkpoint of stock Lightning has no `names`: there the options of the parameter groups distinguish the
+    classes. A newer release of an optimizer only adds options.
 
     Raises:
         ConfigError: The number of states or an optimizer's class differs.

@@ -84,7 +84,7 @@ def check_mean(
     if is_fake(parameters[0]):  # in a memory prediction, tensors have no values
         return found
     try:
-        norms: list[Any] = [child for child in module.modules() if isinstance(child, batch_norm_class())]
+        norms: Any = (child for child in module.modules() if isinstance(child, batch_norm_class()))
         if any(norm.running_mean is None for norm in norms):
             _stop("a batch norm has no running statistics")
         if max_samples < 2:
@@ -94,8 +94,7 @@ def check_mean(
         # Use two sizes of parts: a loss over the hardest half of the samples may pass with one size.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
-        # Run eagerly, since new shapes would trigger a compilation. `real_tensors` hides the passes from
-        # operation counters.
+        # Eagerly, since new shapes would be compiled; `real_tensors` hides the passes from counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
             full, again = run_part(few), run_part(few)  # twice, to detect a loss that is not deterministic
@@ -108,8 +107,8 @@ def check_mean(
                 continue
             if float(full.loss) != float(again.loss) or any(part.has_drawn for part in (full, *parts)):
                 _stop("training_step draws random numbers, or does not return the same loss twice")
-            found.difference = f"{float(full.loss):.4g} for a few samples, and {of_mean:.4g} on average in "
-            found.difference += f"{len(parts)} parts of them"
+            values = f"{float(full.loss):.4g} for a few samples, and {of_mean:.4g} on average in"
+            found.difference = f"{values} {len(parts)} parts of them"
             return found
         found.is_flat = _are_equal([part for parts in outputs for part in parts], rounding)
         if found.is_flat:

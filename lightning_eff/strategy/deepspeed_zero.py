@@ -17,8 +17,7 @@ Saves: memory for optimizer state (stages 1 to 3), gradients (stages 2 and 3) an
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), plus copies of offloaded
     tensors. Stages 2 and 3 reduce gradients after every micro-batch. The optimizer keeps a float32 copy of
     the weights. A parameter that has no gradient on any of the ranks gets a gradient of 0, so weight decay
-    and momentum still change it. All ranks must run the same modules; the check of this costs 16 bytes of
-    communication per step.
+    and momentum still change it. Ranks must run the same modules; the check sends 16 bytes per step.
 When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
     Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,

@@ -216,7 +216,7 @@ class ResumableRun:
         """Let the next passes begin at the positions of a checkpoint, one per saved rank.
 
         If the number of ranks has changed, the ranks of this run divide the remaining samples of the epoch.
-        Random numbers then differ from those of an uninterrupted run.
+        An uninterrupted run would draw other random numbers.
         """
         self.num_saved_ranks = len(positions)
         # A rank without a saved position uses another rank's, because all ranks divide the same samples.
