@@ -1,11 +1,12 @@
-"""Compute an MLP as one autograd function that saves half as many activations as the separate layers.
+"""Compute an MLP as one autograd function that stores half as many activations as the separate layers.
 
     H [T, F] = X [T, K] @ W1.T + b1        A = act(H), or act(G) * H with a gate G [T, F]
     Y [T, N] = A @ W2.T + b2
 
-`callbacks/triton_gemm` calls `fuse_mlps`. For the backward pass, autograd saves H and A, and with a gate also
-G and act(G). The fused function saves only H and G, and its backward pass recomputes A in one pointwise pass
-without a GEMM. The GEMMs have the autocast, the backends and the in-place gradients of `kernels/linear.py`.
+`callbacks/triton_gemm` calls `fuse_mlps`. For the backward pass, the separate layers store H and A, and with
+a gate also G and act(G). The fused function stores only H, and with a gate also G. Its backward pass
+recomputes A in one pointwise pass without a GEMM. Autocast, backends and in-place gradients work as in
+`kernels/linear.py`.
 
 MLPs of GPT- and Llama-like blocks are recognized by their computation, not by their names. A module's forward
 is traced symbolically (torch.fx), with each linear layer as a single operation. The module is an MLP if the
@@ -14,10 +15,10 @@ trace is one of
     down(act(up(x)))               GPT
     down(act(gate(x)) * up(x))     Llama: SwiGLU, GeGLU
 
-The linear layers must be plain and direct children, the activation must be one of `MLP_ACTIVATIONS`, and
-dropout must have p = 0. A module is left unchanged if its forward computes anything else, draws random
-numbers, stores results on the module, or cannot be traced. The trace runs on a copy, which shares only the
-parameters with the module.
+The linear layers must be direct children of class `nn.Linear`, the activation must be one of
+`MLP_ACTIVATIONS`, and dropout must have p = 0. A module is left unchanged if its forward computes anything
+else, draws random numbers, stores results on the module, or cannot be traced. The trace runs on a copy, which
+shares only the parameters with the module.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class FusedMLP:
         # [T, K]: all batch axes are flattened into T tokens.
         rows = x.to(dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
         backend = self.backend if dispatch.may_use_triton(self.backend, x.device, dtype) else "torch"
-        # Cast outside of the function, so that other calls can use the same casts, as with autocast's cache.
+        # Cast the weights outside of the autograd function, so that later calls can reuse the casts.
         copies = [None if w.dtype == dtype else low_copy(w, dtype) for w in (up.weight, down.weight)]
         y = _MLP.apply(
             rows, up.weight, down.weight, gate(rows) if gate is not None else None, up.bias, down.bias,
@@ -133,7 +134,8 @@ def state_of(module: nn.Module, layers: Layers) -> list[Any]:
         state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in MODULE_HOOKS))
         for name, value in attributes.items():
             if not (part is module and name == "forward"):
-                # Simple values by content, since equal numbers may be different objects; other values by id.
+                # Compare simple values by content, since equal numbers may be different objects; compare all
+                # other values by id.
                 state.append(value if isinstance(value, SIMPLE) else id(value))
     return state
 
@@ -177,7 +179,7 @@ class _MLP(torch.autograd.Function):
         x, gate, h, used1, used2 = ctx.saved_tensors
         _, needs_weight1, needs_weight2, _, needs_bias1, needs_bias2 = ctx.needs_input_grad[:6]
         weight1, weight2 = ctx.weights
-        # With hooks on these autograd nodes, `weight_gradient` must not add gradients in place.
+        # If these autograd nodes have hooks, `weight_gradient` must not add gradients in place.
         (_, _), (node1, _), (node2, _), *_ = ctx.next_functions
         grad_x = grad_gate = grad_weight1 = grad_bias1 = grad_weight2 = grad_bias2 = None
         fused = None
@@ -233,7 +235,7 @@ def _fused_gradients(
     grad: Tensor, weight: Tensor, h: Tensor, gate: Tensor | None, activation: str, backend: str, *,
     stores_a: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:  # fmt: skip
-    """Return dH, dG and A, which the epilogue of the GEMM dA [T, F] = dY @ W2 computes.
+    """Compute dH, dG and A in the epilogue of the GEMM dA [T, F] = dY @ W2, and return all three.
 
     Return None if torch's library computes dA. Without a gate, dG is None.
     """
@@ -268,7 +270,9 @@ def fuse_mlps(
     model: nn.Module, *, min_features: int = 256, blocks: BlockSelector = None,
     accumulation: Accumulation | None = None,
 ) -> dict[str, FusedMLP]:  # fmt: skip
-    """Replace the forward of each trained MLP in a model by one function; arguments as in `triton_gemm.swap`.
+    """Replace the forward of each trained MLP in a model by one function.
+
+    The arguments are the same as in `triton_gemm.swap`.
 
     Returns:
         The new forward of each MLP, by the MLP's name; the method `restore` undoes a replacement.
@@ -277,7 +281,7 @@ def fuse_mlps(
     fused: dict[str, FusedMLP] = {}
     for prefix, block in selected.items():
         for name, module in block.named_modules(prefix=prefix):
-            # A forward on the instance belongs to another technique.
+            # If the instance has its own `forward`, another technique has set this method.
             layers = layers_of(module) if "forward" not in vars(module) else None
             if layers is None or min(layers.up.weight.shape) < min_features:
                 continue
@@ -301,7 +305,7 @@ def layers_of(module: nn.Module) -> Layers | None:
     # The copy shares the parameters, which may be large.
     traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
     before = dict(vars(traced))
-    # Why real tensors: under `plan`'s fake tensors, drawing random numbers does not change the state.
+    # Why real tensors: with `plan`'s fake tensors, drawing random numbers does not change the random state.
     with real_tensors(), isolate_rng():
         numbers = (torch.get_rng_state(), random.getstate())
         try:
@@ -367,7 +371,7 @@ def _linear_of(module: nn.Module, node: Any) -> tuple[nn.Linear | None, Any]:
 
 
 def _activation(node: Any) -> tuple[str, Any]:
-    """Return the name and the input of the activation that a node calls; other nodes have an empty name."""
+    """Return the name and the input of the activation that a node calls; for other nodes, an empty name."""
     if not isinstance(node, fx.Node) or node.op != "call_function" or len(node.args) != 1:
         return "", None
     if node.target is F.gelu:

@@ -1,17 +1,17 @@
-"""Logits that are computed only when they are read, so that an unmodified step computes its loss in tiles.
+"""Compute logits only when they are read, so that an unmodified `training_step` computes its loss in tiles.
 
-`callbacks/tiled_loss` replaces the call of an output projection by a `LateProjection`. The replaced call
-returns `LazyLogits`: a tensor that has the shape, dtype and device of the logits, but holds only the hidden
+`callbacks/tiled_loss` replaces the call of an output projection by a `LateProjection`. The new call returns
+`LazyLogits`: a tensor that has the shape, dtype and device of the logits, but holds only the hidden
 states. `RULES` lists the functions that do not need full logits. Under these rules, a loss is computed in
 tiles, and a change of shape, dtype or scale returns new `LazyLogits`. Every other function gets full logits,
-and so does every call that no rule covers. Full logits are computed as the model would have computed them,
-with their gradients. Reading full logits is correct but slower, and `readers` counts these reads.
+and so does every call that no rule covers. Full logits and their gradients are computed as the model itself
+would compute them. Reading full logits is correct but slower, and `readers` counts these reads.
 
 Losses and full logits are computed later, in a call of the projection that runs the module's hooks. In these
 hooks, ZeRO-3 and FSDP2 gather the weights and prepare the backward pass. The first call of the projection
 skips the hooks, so each hook runs once.
 
-Why not replace the model's loss or its forward: each model and library uses other functions there. A patch
+Why not replace the model's loss or its forward: each model and library uses different functions. A patch
 that overlooks a function would give a wrong result; here, an unknown function gets full logits.
 """
 
@@ -54,11 +54,11 @@ METADATA = {
     "is_leaf", "is_cuda", "is_cpu", "is_sparse", "is_nested", "is_quantized", "is_meta", "is_mps", "is_xpu",
     "itemsize", "nbytes", "grad_fn", "_base", "_backward_hooks",
 }  # fmt: skip
-"""Methods and attributes that read no values."""
+"""Methods and attributes that do not read the values of the logits."""
 IDENTITIES = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
 """Autograd functions of DeepSpeed 0.19 that leave a module's output and its gradient unchanged."""
 FABRIC = "lightning.fabric.wrappers"
-"""Module of the hook with which Fabric 2.6 checks that Fabric itself runs the backward pass."""
+"""Python module of the hook that Fabric 2.6 uses to check that Fabric itself runs the backward pass."""
 _untraced: Any = torch.compiler.disable
 
 
@@ -99,7 +99,7 @@ class Call:
     Args:
         projection: The projection.
         x: Input of the projection [*batch, D].
-        state: All other state that the logits depend on, recorded at the time of the call.
+        state: Versions and settings that the logits depend on, recorded at the time of the call.
         autocast: Arguments of `torch.autocast` at the time of the call.
         logits: All logits of the call, in the order in which they were derived.
         has_loss: Whether a loss of these logits was computed in tiles. The gradient of such a loss bypasses
@@ -121,11 +121,11 @@ class LazyLogits(Tensor):
     x: Tensor
     form: Form
     origin: tuple[LazyLogits, Use] | None
-    """Logits and function from which these logits were derived; None for the projection's own result."""
+    """Logits and function call from which these logits were derived; None for the projection's own result."""
     computed: Tensor | None
 
     def whole(self, reader: str) -> Tensor:
-        """Return the full logits, as the model would have computed them, for the function named `reader`."""
+        """Return full logits, as the model would compute them; `reader` names the function that reads."""
         self.check_graph()
         if self.computed is None:
             self.call.projection.compute(self.call, reader)
@@ -144,7 +144,7 @@ class LazyLogits(Tensor):
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         name = getattr(func, "__name__", "")
-        # A read of `logits.shape` calls `__get__` of a descriptor, which has the attribute's name.
+        # Reading `logits.shape` calls the method `__get__` of a descriptor that has the attribute's name.
         if name == "__get__":
             name = func.__self__.__name__
         # Without this context, the calls below would recurse into this method.
@@ -209,7 +209,7 @@ def _lazy(
     make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.10 to 2.13
     made: LazyLogits = make(LazyLogits, size, dtype=dtype, device=x.device, requires_grad=requires_grad)
     made.call, made.x, made.form, made.origin, made.computed = call, x, form, origin, None
-    # A weak reference, so that logits that the step has dropped are not computed.
+    # Store only a weak reference: logits that the step has dropped must not be computed.
     call.logits.append(weakref.ref(made))
     if requires_grad:  # only a function that bypasses torch's function protocol gives these logits a gradient
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -221,7 +221,7 @@ class LateProjection:
     """Delays the logits of a linear layer until a function reads them; `restore` undoes this.
 
     Args:
-        module: An `nn.Linear`, or PEFT's LoRA layer around one.
+        module: An `nn.Linear`, or PEFT's LoRA layer around an `nn.Linear`.
         name: The layer's name in its model.
         tile_budget_mib: As in `linear_cross_entropy`.
 
@@ -273,7 +273,7 @@ class LateProjection:
 
     @_untraced
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return lazy logits if possible, in place of the module's own call."""
+        """Return lazy logits if possible; otherwise, compute the logits with the module's own call."""
         x: Any = args[0] if len(args) == 1 and not kwargs else None
         obstacle = "its call" if not isinstance(x, Tensor) or type(x) is LazyLogits else self._obstacle(x)
         if obstacle:
@@ -314,7 +314,7 @@ class LateProjection:
     def _state(self, x: Tensor) -> tuple[Any, ...]:
         """Return the state that the logits depend on, with versions in place of tensor values."""
         module, parameters = self.module, [*self.module.parameters()]
-        # Ids too, since an assignment (`layer.weight = ...`) does not change the version of the old weight.
+        # Include ids, since an assignment (`layer.weight = ...`) does not change the old weight's version.
         weights = [(id(each), each.requires_grad, each.dtype) for each in parameters]
         # Gathering changes the versions of sharded weights; inference tensors have no versions.
         versions = [
@@ -345,7 +345,7 @@ class LateProjection:
 
     @contextmanager
     def _as_at(self, call: Call, work: Callable[..., Tensor] | None) -> Generator[None]:
-        """Run `work` in place of the module's forward, under an earlier call's autocast.
+        """Run `work` in place of the module's forward, with the autocast settings of an earlier call.
 
         The module's state must still equal the state at the time of that call.
         """
@@ -362,8 +362,8 @@ class LateProjection:
     def compute(self, call: Call, reader: str) -> None:
         """Compute all logits of a call that are still referenced, as the model would have computed them.
 
-        Derived logits are computed at the same time, so that a later in-place write changes a tensor and its
-        views, and no other logits.
+        Derived logits are computed at the same time. A later in-place write then changes only a tensor and
+        its views, but no other logits.
         """
         self.readers[reader] += 1
         for each in call.logits:
@@ -380,7 +380,7 @@ class LateProjection:
                     logits.computed = use.on(source.computed)  # pyright: ignore[reportArgumentType]
 
     def compute_held(self, *_: object) -> None:
-        """Compute logits that the run still holds (for example for a metric) before the weights change."""
+        """Compute logits that are still referenced (for example by a metric) before the weights change."""
         for call in [*self._calls]:
             if any((logits := each()) is not None and logits.computed is None for each in call.logits):
                 self.compute(call, "a reader after the optimizer step")
@@ -430,7 +430,7 @@ def node_of(loss: Tensor) -> Any:
 
 def _reshaped(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     """Reshape the hidden states; return None unless V stays the last axis of the logits."""
-    # Applied to a meta tensor, which has no memory, the function returns the new shape.
+    # Find the new shape by a call on a meta tensor, which has no memory.
     found = use.on(torch.empty(logits.shape, dtype=logits.dtype, device="meta"))
     is_same = found.shape[-1:] == (logits.call.projection.width,) and found.dtype == logits.dtype
     if logits.form.is_class_second or not is_same:
@@ -443,7 +443,7 @@ def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     *batch, width = logits.x.shape
     # An index that keeps the full last axis selects the same rows whatever the length of that axis.
     probe = torch.empty(*batch, logits.call.projection.width + width, device="meta")
-    # Keep the values of a bool index, which decide the size of the result; others need only a shape.
+    # Keep the values of a bool index, which decide the size of the result; other indices need only a shape.
     on_meta = tree_map_only(Tensor, lambda i: i if i.dtype == torch.bool else i.to("meta"), use.args[0])
     try:
         found, x = probe[on_meta], use.on(logits.x)
@@ -465,7 +465,8 @@ def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
 
 
 def _cast(logits: LazyLogits, use: Use) -> Any:
-    """Accept a wider dtype, since losses are at least float32; compute full logits for a narrower dtype."""
+    """Return lazy logits for a cast to a wider dtype; compute full logits for a cast to a narrower dtype."""
+    # Losses are computed in at least float32, so a wider dtype changes only the dtype of the result.
     to = use.on(torch.empty(0, dtype=logits.dtype, device=logits.device))
     if to.device != logits.device:
         return None
@@ -476,7 +477,7 @@ def _cast(logits: LazyLogits, use: Use) -> Any:
 
 
 def _detached(logits: LazyLogits, _: Use) -> dict[str, Any]:
-    # Keep x itself while gradients are disabled: an autograd function may detach an input that it returns.
+    # While gradients are disabled, keep x itself, since an autograd function may detach an input it returns.
     x = logits.x.detach() if torch.is_grad_enabled() else logits.x
     return {"x": x, "requires_grad": False}
 
@@ -525,7 +526,7 @@ def _loss(logits: LazyLogits, use: Use) -> Tensor | None:
     target, _, class_weight = options.pop("target"), options.pop("input"), options.pop("weight")
     is_old = options.pop("size_average") is not None or options.pop("reduce") is not None
     is_class = isinstance(target, Tensor) and not target.dtype.is_floating_point
-    # torch takes axis 1 as the classes, which would be T in logits [B, T, V].
+    # torch takes axis 1 as the class axis. In logits [B, T, V], axis 1 would be T.
     is_plain = type(target) is not LazyLogits and (logits.ndim <= 2 or logits.form.is_class_second)
     if is_old or not is_class or not is_plain or logits.form.is_log is not (use.func is F.nll_loss):
         return None

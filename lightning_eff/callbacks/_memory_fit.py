@@ -4,21 +4,21 @@
 once per policy, with the same policy for all blocks. A new segment of the recording starts where the forward
 or backward pass of a block starts, and belongs to that block. Each segment has a net change of live bytes,
 and a maximum rise of live bytes above its start. The net change and the rise depend only on the policy of the
-segment's block, because a block saves its input under every policy of the previous block. So a few recordings
-give the peak of every mixture of policies. The peak is the maximum, over all segments, of the segment's rise
-plus the net changes of all earlier segments.
+segment's block, because a block saves its input whatever the policy of the previous block is. So a few
+recordings give the peak of every mixture of policies. The peak is the maximum, over all segments, of the
+segment's rise plus the net changes of all earlier segments.
 
 The search for the cheapest mixture within a budget is exact, and extends partial choices block by block. A
-partial choice is dropped if another partial choice costs no more and holds no more bytes in every later
-segment. Costs are compared first by bytes moved to the host, and then by FLOPs. On an H100, the copies of
-`offload` did not overlap with computation and took 3 times as long as recomputation. The step is then
-predicted with the chosen mixture. If the predicted peak is higher than the sum of segments, the blocks
+partial choice is dropped if another partial choice costs no more and needs no more bytes in any later
+segment. Costs are compared first by bytes moved to the host, and then by FLOPs. On an H100, the copies to the
+host did not overlap with computation and took 3 times as long as recomputation. The step is then predicted
+with the chosen mixture. If the predicted peak is higher than the peak computed from segments, the blocks
 influence each other, and the limit is lowered by the difference. A single policy for all blocks is always a
 candidate, so the result is never worse than the best single policy.
 
-Why not in the planner, when a recipe starts: a plain Trainer has no planner. Why a second Trainer with new
-technique objects: the run's own objects have already changed the run's module, and a technique is fully
-defined by its arguments.
+Why the planner does not choose when a recipe starts: a plain Trainer has no planner. Why a second Trainer
+with new technique objects: the run's own objects have already changed the run's module, and a technique is
+fully defined by its arguments.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class UnpredictableError(Exception):
-    """The step cannot run on fake tensors."""
+    """A step cannot be predicted."""
 
 
 @dataclass
@@ -90,7 +90,10 @@ class Segments:
 
     @classmethod
     def of(cls, recorder: Recorder, marks: Sequence[tuple[str, int, int]], *, on_device: bool) -> Segments:
-        """Cut a recording at marks; a mark has the starting block's name, and the events and FLOPs so far."""
+        """Cut a recording at marks.
+
+        A mark has the name of the block that starts, and the numbers of events and FLOPs before this start.
+        """
         # CUDA's caching allocator rounds the size of every allocation up to this unit.
         unit = CUDA_BLOCK_BYTES if on_device else 1
         sizes: dict[int, int] = {}
@@ -99,11 +102,13 @@ class Segments:
             size = -(-event.num_bytes // unit) * unit
             is_on_host = event.allocation in recorder.on_host
             moved.append(moved[-1] + size * is_on_host)
-            # An event has the new size of its allocation, or 0 for a free. Host memory counts only on a CPU.
+            # An event has the new size of an allocation, or 0 if the memory was freed. Host memory counts
+            # only if the model is on a CPU.
             change = 0 if is_on_host and on_device else size - sizes.get(event.allocation, 0)
             sizes[event.allocation] = size
             live.append(live[-1] + change)
-        # live[i] is the live bytes before event i, so a segment from cut a to cut b has live[a] to live[b].
+        # live[i] is the number of live bytes before event i. A segment from cut a to cut b covers live[a] to
+        # live[b].
         cuts = [*(index for _, index, _ in marks), len(recorder.events)]
         rise = [max(live[start : end + 1]) - live[start] for start, end in pairwise(cuts)]
         return cls(
@@ -133,7 +138,7 @@ class RecordBlocks(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, block in model_surgery.select_blocks(pl_module, self._blocks).items():
-            # Prepend: the mark must come before the first allocation of a recomputed block.
+            # Prepend the hook, because the mark must come before the first allocation of a recomputed block.
             block.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True)
             block.register_forward_hook(functools.partial(self._leave, name))
 
@@ -156,7 +161,7 @@ class MemoryFit:
 
     Args:
         trainer: The run's Trainer, during the `setup` of its callbacks.
-        own: The run's `GradientCheckpointing`, which predictions leave out.
+        own: The run's `GradientCheckpointing`, which is left out of the predicted runs.
         module: The module, before techniques have changed it.
 
     Raises:
@@ -177,7 +182,7 @@ class MemoryFit:
             raise _not_predicted(root_cause_line(error)) from error
         # Techniques have replaced the `configure_model` of the original. Restore the copy's own method.
         model_surgery.restore(self._twin)
-        # These hooks have already been called with the batch that predictions use, so replace them.
+        # These hooks have already been called on the batch that predictions use, so replace the hooks.
         for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
             setattr(self._twin, hook, lambda batch, *_: batch)
         if is_compiled(module):
@@ -191,7 +196,7 @@ class MemoryFit:
         """
         gpu = devices.gpu_of(next(module.parameters()))
         memory_bytes = allocator.total_bytes(torch.device("cpu")) if gpu is None else gpu.memory_bytes
-        # The minimum over ranks, as the negative of a maximum.
+        # The minimum over ranks is the negative of a maximum of negatives.
         budget_bytes = -self._most([-num_bytes(self._own.memory, memory_bytes)])[0]
         # DDP's buckets are as large as the gradients. No operator allocates the buckets, so add their bytes.
         trained_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
@@ -225,7 +230,7 @@ class MemoryFit:
         del self._twin
 
     def outcome(self) -> Outcome:
-        """Report the chosen policies, the predicted peak, and the measured peak on devices that record it."""
+        """Report the chosen policies, the predicted peak and, if the device records it, the measured peak."""
         if not self._budget_bytes:
             return Outcome(did="nothing chosen yet", effective=False)
         device = self._trainer.strategy.root_device
@@ -296,7 +301,7 @@ def _not_predicted(reason: str) -> ConfigError:
 def remade(technique: Any, **changed: Any) -> Any:
     """Construct a technique or precision plugin again with the same arguments, except those in `changed`."""
     arguments = {
-        # `given_x` holds the argument `x` if a base class already uses the attribute `x` (core/technique.py).
+        # If a base class already uses the attribute `x`, `given_x` has the argument `x` (core/technique.py).
         name: changed.get(name, getattr(technique, f"given_{name}", getattr(technique, name, None)))
         for name in inspect.signature(type(technique)).parameters
         if name != "scaler"  # a scaler belongs to the run's device
@@ -305,7 +310,7 @@ def remade(technique: Any, **changed: Any) -> Any:
 
 
 class Mixtures:
-    """Computes peaks and costs of any mixture of policies from one recording per policy.
+    """Computes the peak and the cost of any mixture of policies, from one recording per policy.
 
     Args:
         runs: Recordings by policy, in order of preference at equal cost.
@@ -317,7 +322,7 @@ class Mixtures:
         # Segments of different recordings are combined by position, so the order of blocks must be the same.
         if any(each.blocks != first.blocks for each in runs.values()):
             raise UnpredictableError("the blocks are called in another order under another policy")
-        # Each block has one segment per forward pass and per backward pass, of each micro-batch and step.
+        # A block has several segments: one per forward pass and one per backward pass, in each micro-batch.
         self.names = list(dict.fromkeys(first.blocks))
         self.first_bytes, self.start_bytes = first.first_bytes, first.start_bytes
         # Arrays [blocks, policies, segments], with zeros in the segments of other blocks.
@@ -347,8 +352,9 @@ class Mixtures:
         return self._picked(self.costs, choice).tolist()
 
     def cheapest(self, limit_bytes: int) -> Policies | None:
-        """Return the mixture with the smallest `cost` whose peak is within a limit; None if nothing fits."""
-        # `slack` is the number of free bytes in each segment if every block has its smallest policy there.
+        """Return the cheapest mixture whose peak is within a limit; None if no mixture fits."""
+        # `slack` is the number of free bytes in each segment if every block used the policy that needs the
+        # fewest bytes in that segment.
         least = self.added.min(axis=1)
         slack = limit_bytes - self.start_bytes - least.sum(axis=0)
         if limit_bytes < self.first_bytes or (slack < 0).any():
@@ -431,7 +437,7 @@ def choose(
 
 
 def num_bytes(memory: str | float, device_bytes: int) -> int:
-    """Return the number of bytes in a size with a unit, or in a fraction of a device's memory.
+    """Convert a size with a unit, or a fraction of a device's memory, to a number of bytes.
 
     Raises:
         ConfigError: The text is not a size.

@@ -1,13 +1,13 @@
-"""Attention within the documents of packed rows, for models of transformers, without a T x T mask.
+"""Compute attention within each document of packed rows, without a T x T mask, for Hugging Face models.
 
-`callbacks/attention` installs this attention function. Packed rows [B, T] hold several documents;
-`position_ids` start at 0 in each document. A variable-length kernel computes all rows as one sequence of B x
-T tokens. The kernel gets the starts of the documents in place of a mask. The starts are computed once per
-batch, since every layer gets the same tensor of positions.
+`callbacks/attention` installs this attention function. A packed row contains several documents, and
+`position_ids` [B, T] start at 0 in each document. A variable-length kernel computes all rows as one sequence
+of B x T tokens. The kernel gets the starts of the documents in place of a mask. The starts are computed once
+per batch, since every layer gets the same tensor of positions.
 
-transformers masks documents only in calls without a cache and without an `attention_mask`; by default, a call
-makes a cache. In all other calls, each document silently attends to earlier documents of its row. The hook
-`reject_joined_documents` raises an error after such a call.
+The transformers library masks documents only if a model is called without a cache and without an
+`attention_mask`. By default, a call makes a cache. In all other calls, each document silently attends to
+earlier documents of its row. The hook `reject_joined_documents` raises an error after such a call.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lightning_eff.core.errors import ConflictError, Remedy
 NAME = "lightning_eff_varlen"
 """Name under which the attention function is registered with transformers."""
 NOT_COMPUTED = ("dropout", "softcap", "position_bias", "s_aux", "sinks")
-"""Arguments of transformers that change scores in ways that the kernel does not support."""
+"""Arguments of an attention function in transformers that change scores, and that the kernel lacks."""
 MASK_TENSORS = 2
 """Number of tensors in the closure of a document mask: document numbers and positions."""
 MIN_CAPABILITY = 80
 MAX_HEAD_SIZE = 256
 MAX_CHECKED = 4096**2
-"""Maximum number of (query, key) pairs per row at which the mask is compared with the documents."""
+"""Maximum number of (query, key) pairs per row for which the mask is compared with the documents."""
 
 
 class Documents(NamedTuple):
@@ -50,7 +50,7 @@ class Documents(NamedTuple):
 
 
 class LateMask:
-    """The mask for `sdpa`, which is made only if a batch is not packed.
+    """The mask for `sdpa`, computed only if a batch is not packed.
 
     Args:
         arguments: Arguments that transformers passes to `sdpa_mask`.
@@ -66,7 +66,7 @@ class LateMask:
         return self._make()
 
     def is_of(self, documents: Documents, window: tuple[int, int]) -> bool:
-        """Return whether the mask limits each token to exactly its document, the window and the direction.
+        """Return whether the mask is exactly the mask that the documents and the window define.
 
         In a row of more than `MAX_CHECKED` pairs, only the last queries of the longest document are checked.
         """
@@ -78,7 +78,7 @@ class LateMask:
         # Starts relative to the row; the last value is the end of the row.
         starts = starts[(starts >= row * length) & (starts <= (row + 1) * length)] - row * length
         stop = int(starts[1:][starts.diff().argmax()])
-        # Compare queries `first` to `stop`, the end of the longest document, with all keys.
+        # Compare queries `first` to `stop` with all keys; `stop` is the end of the longest document.
         first = max(0, stop - MAX_CHECKED // length)
         stop = length if first == 0 else stop
         mask = self._make(
@@ -120,13 +120,13 @@ class PackedAttention:
         """Documents of the last batch; None if every row is a single document."""
 
     def documents_of(self, position_ids: Tensor, num_rows: int) -> Documents | None:
-        """Return the documents of positions [B or 1, T]; None if every row is a single document.
+        """Return the documents that the positions [B or 1, T] define; None if each row is a single document.
 
         Example:
             >>> PackedAttention().documents_of(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]), 2)
             Documents(starts=tensor([0, 3, 4, 6, 8], dtype=torch.int32), longest=3)
         """
-        # Every layer passes the same tensor: compute its documents again only after a write to this tensor.
+        # Every layer passes the same tensor, so compute the documents again only after a write to the tensor.
         version = 0 if position_ids.is_inference() else position_ids._version  # noqa: SLF001
         if self._positions() is position_ids and self._version_and_rows == (version, num_rows):
             return self._documents
@@ -136,9 +136,9 @@ class PackedAttention:
         # A document begins where positions do not continue, and at the start of each row.
         begins = functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(num_rows, -1)
         starts = begins.flatten().nonzero().flatten()
-        # With as many starts as rows, each row is a single document.
+        # If there are as many starts as rows, each row is a single document.
         if len(starts) > num_rows:
-            # The kernel takes the starts of all documents, and the end of the last one, in int32.
+            # The kernel takes the starts of all documents, and the end of the last document, in int32.
             starts = functional.pad(starts, (0, 1), value=num_rows * length).to(torch.int32)
             self._documents = Documents(starts, int(starts.diff().max()))
             self.num_batches += 1
@@ -162,14 +162,14 @@ class PackedAttention:
             dropout: Dropout probability of the scores.
             scaling: Factor of the scores.
             sliding_window: Number of tokens that a token attends to, itself included.
-            kwargs: Further arguments of transformers, among them `position_ids`.
+            kwargs: Further arguments that transformers passes, among them `position_ids`.
 
         Returns:
             The result `[B, T, H, E]`, and None in place of attention weights.
 
         Raises:
             ConflictError: Rows are packed, and the layer changes its scores, has a custom mask, or has
-                different head sizes of queries and values.
+                different head sizes for queries and values.
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -230,10 +230,10 @@ class PackedAttention:
 
 
 def make_mask(**arguments: Any) -> LateMask | Tensor | None:
-    """Return a `LateMask` in training without a cache, because layers may then not need the mask.
+    """Return a `LateMask` in training without a cache, where layers may not need the mask.
 
-    A mask that depends on more than the documents (for example on the positions of images) is made
-    immediately.
+    In all other cases, the mask is computed immediately. The mask is also computed immediately if it depends
+    on more than the documents, for example on the positions of images.
     """
     late = LateMask(**arguments)
     is_training = torch.is_grad_enabled() and arguments["q_length"] == arguments["kv_length"]
@@ -265,10 +265,10 @@ def _rejection(module: nn.Module, what: str, *remedies: str) -> ConflictError:
 
 
 def why_not_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason that variable-length kernels cannot compute a model's attention; empty if they can.
+    """Return the reason why variable-length kernels cannot compute a model's attention; empty if they can.
 
     Args:
-        model: A model of transformers.
+        model: A Hugging Face model.
         device: Device of the model's weights.
         dtype: Dtype in which the model computes.
     """
@@ -301,7 +301,7 @@ def _why_not_config(config: Any) -> str:
 
 @contextmanager
 def switched(model: Any, name: str, function: PackedAttention | None = None) -> Generator[None]:
-    """Inside the context, replace `sdpa` in a model of transformers by another attention function."""
+    """Inside the context, replace `sdpa` in a Hugging Face model by another attention function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if function is not None:
@@ -312,7 +312,7 @@ def switched(model: Any, name: str, function: PackedAttention | None = None) -> 
     before = [(config, config._attn_implementation) for config in configs]  # noqa: SLF001
     model.set_attn_implementation(name)
     try:
-        # In this order, outermost first, because setting a config also sets its nested configs.
+        # Set the outermost config first, because setting a config also sets its nested configs.
         for config, own in before:
             config._attn_implementation = name if own == "sdpa" else own  # noqa: SLF001
         yield
@@ -322,7 +322,7 @@ def switched(model: Any, name: str, function: PackedAttention | None = None) -> 
 
 
 def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
-    """Return whether at least one row has several documents; the call waits for a GPU.
+    """Return whether at least one row has several documents; on a GPU, the call waits for the device.
 
     Args:
         position_ids: Positions `[B or 1, T]`, which start at 0 in each document.
@@ -345,7 +345,7 @@ def is_packed(position_ids: Any, attention_mask: Any = None) -> bool:
 
 
 def reject_joined_documents(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Reject a call whose documents attended to each other; used as a forward hook with keywords.
+    """Reject a call in which documents attended to each other; a forward hook with `with_kwargs=True`.
 
     Raises:
         ConflictError: Rows are packed, and the model was called with a cache or an `attention_mask`.

@@ -62,10 +62,10 @@ _MARK = "_recomputed_by"
 def keep_outputs(
     operations: Collection[object],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for a forward pass that keeps outputs of some operations, and for its recomputation.
+    """Return contexts for a forward pass that keeps the outputs of `operations`, and for its recomputation.
 
     Outputs that the forward pass modifies in place are recomputed anyway. Recurrent layers modify the output
-    of every matrix product. A GRU modifies the outputs through views without a common version counter, so
+    of every matrix product. A GRU modifies the outputs through views that do not share a version counter, so
     PyTorch's own check misses the change.
     """
 
@@ -90,13 +90,13 @@ def keep_outputs(
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    # `policy` refers only to the storage: a reference cycle with `forward` would keep all outputs alive.
+    # `policy` refers only to the storage, because a reference cycle with `forward` would keep all outputs.
     storage = forward.storage
     return forward, _Recomputation(recomputation, storage)
 
 
 class _Recomputation:
-    """Context of a recomputation that leaves the kept outputs for a second recomputation."""
+    """Context of a recomputation that does not use up the kept outputs, so that the block can run again."""
 
     def __init__(self, mode: Any, storage: dict[Any, Any]) -> None:
         self._mode, self._storage = mode, storage
@@ -115,10 +115,10 @@ class RecomputedBlock:
     """Recomputes a block's activations until `remove` is called.
 
     Two hooks around the block's forward run PyTorch's non-reentrant checkpoint. So the block keeps its class,
-    name and keys, and a compiled forward inside stays compiled. Differences from PyTorch's checkpoint:
+    name and state-dict keys, and a compiled forward stays compiled. Differences from PyTorch's checkpoint:
 
-    - The recomputation sees the block's modules, and the containers among its inputs, in their state at the
-      call (`CallState`). The recomputation's writes to modules and containers are undone.
+    - For the recomputation, the block's modules and the containers among its inputs are set to the state that
+      they had at the call (`CallState`). Writes of the recomputation to modules and containers are undone.
     - Tensors passed by keyword are treated like positional tensors.
     - The inputs may be offloaded to host memory.
     - Errors name the block.
@@ -129,7 +129,7 @@ class RecomputedBlock:
     Args:
         block: Any module.
         name: The block's name, for errors.
-        contexts: Returns the contexts around the forward pass and the recomputation, for `selective`.
+        contexts: Function that returns contexts for the forward pass and the recomputation (`selective`).
         host: Offloads the block's inputs until the backward pass; None keeps the inputs on the device.
     """
 
@@ -192,14 +192,14 @@ class RecomputedBlock:
             | dict.fromkeys(caches.keys() & kwargs)
             | ({"use_cache": False} if "use_cache" in kwargs else {})
         )
-        # An empty cache is not needed in training: pass None in its place.
+        # An empty cache is not needed in training, so pass None in its place.
         args = tuple(None if any(arg is cache for cache in caches.values()) else arg for arg in args)
         # Pass tensors by position where possible, because torch saves only positional tensors.
         positional, keywords = list(args), dict(given)
         while len(positional) < len(self._names) and self._names[len(positional)] in keywords:
             positional.append(keywords.pop(self._names[len(positional)]))
         frame = self._new_frame(block, positional, keywords, len(args))
-        # These hooks offload only the inputs: inside the block, the checkpoint's own hooks are innermost.
+        # These hooks offload only the inputs: in the block, the checkpoint's own hooks take precedence.
         host = self._host
         offloading = nullcontext() if host is None else saved_tensors_hooks(host.pack, host.unpack)
         offloading.__enter__()
@@ -221,7 +221,7 @@ class RecomputedBlock:
     def _new_frame(
         self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], num_positional: int
     ) -> Generator[None]:
-        """Return the checkpoint of a forward pass; the block gets `num_positional` of `args` by position."""
+        """Return the checkpoint of a forward pass; the first `num_positional` of `args` are positional."""
         forward, recomputation = self._contexts()
         # torch itself saves positional tensors, and checks their versions.
         noted = [each for each in args if not isinstance(each, Tensor)]
@@ -292,13 +292,13 @@ def recompute(
 
     Args:
         model: Any module; blocks that are already recomputed do not change.
-        policy: `full`, `every_n`, `selective` or `offload` for all blocks. A dictionary gives each block name
-            a policy: `full`, `selective`, `offload` or `keep`. Blocks without a policy are not changed.
-        every_n_blocks: With `every_n`, one block out of this number is recomputed, starting with the first.
-        blocks: Blocks to select from; None takes the repeated blocks.
+        policy: `full`, `every_n`, `selective` or `offload` for all blocks. A dictionary maps block names to
+            policies: `full`, `selective`, `offload` or `keep`. Blocks without a policy are not changed.
+        every_n_blocks: With `every_n`, the first block and every n-th block after it are recomputed.
+        blocks: Blocks to select from; if None, the repeated blocks.
 
     Returns:
-        A dictionary from block names to objects whose `remove()` undoes the change.
+        A dictionary that maps block names to objects; the method `remove` of an object undoes the change.
 
     Raises:
         ConfigError: `blocks` or `policy` names something that is not a block of the model.

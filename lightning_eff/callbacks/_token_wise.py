@@ -2,10 +2,10 @@
 
 `callbacks/tiled_mlp` calls `check_token_wise` before it tiles a module. The test checks in float64 that
 `f(x) == cat(f(tile), ...)`. x holds random tokens of several samples, and `split` cuts x into tiles. The test
-runs on a stand-in, a copy of the module with other weights. In the stand-in, plain linear layers, which are
-token-wise by definition, become cheap functions of the same sizes; other parameters become random. So the
-real weights may be sharded, quantized, on the meta device, or fake tensors (in `plan`). The test needs no
-memory of the weights' size, and changes neither the module nor the random generators.
+runs on a stand-in, a copy of the module with other weights. Plain linear layers are token-wise by definition,
+so the stand-in replaces them by cheap functions of the same sizes. All other parameters get random values. So
+the real weights may be sharded, quantized, on the meta device, or fake tensors (in `plan`). The test needs
+little memory, and changes neither the module nor the random generators.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TokenWise:
     """Result of testing a module.
 
     Args:
-        refusal: Reason that the module cannot be tiled; empty if the module is token-wise.
+        refusal: Reason why the module cannot be tiled; empty if the module is token-wise.
         widest: Number of features of the module's widest activation.
         ranks: Numbers of axes of the inputs that the module accepted.
     """
@@ -87,7 +87,7 @@ def num_matrices(module: nn.Module) -> int:
 
 
 def check_token_wise(module: nn.Module) -> TokenWise:
-    """Check whether a module is token-wise; the result's `refusal` has the reason if the module is not.
+    """Check whether a module is token-wise; if not, the result's `refusal` gives the reason.
 
     Example:
         >>> check_token_wise(nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2)))
@@ -118,7 +118,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
         except Exception as error:  # noqa: BLE001 - a module may hold anything
             return TokenWise(f"it cannot be copied: {type(error).__name__}")
         sizes, refusal = _sizes(module), FAILS
-        # The number of input features is unknown: try the sizes of the parameters until a size fits.
+        # The number of input features is unknown, so try the sizes of the parameters until a size fits.
         for features in sizes:
             refusal, ranks = _try(trial, features)
             if not refusal.startswith(FAILS):
@@ -140,7 +140,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 
 def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
-    """Test inputs of `features` features; return a reason for refusal, and the accepted numbers of axes."""
+    """Run the test on inputs of `features` features; return the refusal, and the accepted numbers of axes."""
     failure, ranks = FAILS, list[int]()
     for shape in SHAPES:
         # In float64, so that a tolerance of 1e-9 detects a dependence on other tokens.
@@ -206,7 +206,7 @@ class _Observed(TorchDispatchMode):
 
 
 def stand_in(module: nn.Module) -> nn.Module:
-    """Return a float64 CPU copy without hooks, with cheap linear layers and random other parameters."""
+    """Return a float64 CPU copy without hooks, with cheap linear layers; other parameters are random."""
     # `deepcopy` does not copy the objects in `memo`, but uses their replacements.
     memo: dict[int, Any] = {}
     for part in module.modules():
@@ -228,7 +228,7 @@ def stand_in(module: nn.Module) -> nn.Module:
 
 def _is_plain(linear: nn.Linear) -> bool:
     """Return whether a linear layer computes only the product with its weight."""
-    own = dict(linear.named_parameters(recurse=False))  # lacks a parametrized weight
+    own = dict(linear.named_parameters(recurse=False))  # has no entry for a parametrized weight
     # A subclass may compute anything, unless it inherits the forward (FSDP2's class) or is from LINEARS.
     is_known = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith(LINEARS)
     return is_known and "weight" in own and "forward" not in vars(linear)

@@ -1,27 +1,27 @@
 """Choose the backends of `F.scaled_dot_product_attention`, and compute packed rows without dense masks.
 
-torch uses the first backend that accepts a call, and silently falls back to `math`, which holds all T x T
-scores. `backend` lists the allowed backends, by priority. Each attention call in the first batch is checked.
+torch uses the first backend that accepts a call, and silently falls back to `math`, which stores all T x T
+scores. `backend` lists the allowed backends by priority. Each attention call in the first batch is checked.
 If no allowed backend accepts a call, the run stops before the first optimizer step, and the error lists the
 reasons.
 
-Packed rows of several documents need a mask that keeps attention within each document. transformers makes a
-dense mask of B x T x T values, and a copy in floats in every layer. `packing=auto` uses the first of these
-methods that is supported:
+Packed rows of several documents need a mask that keeps attention within each document. The transformers
+library makes a dense mask of B x T x T values, and every layer copies the mask to floats. `packing=auto` uses
+the first of these methods that is supported:
 
 - variable-length kernels, which need half precision on CUDA;
 - compiled FlexAttention, which needs CUDA;
-- the dense mask, which always works, also on a CPU. The run's report has the mask's size in bytes.
+- the dense mask, which always works, also on a CPU. If `auto` uses this mask, the report gives the reason.
 
 Batches without packed documents are computed by `sdpa`.
 
 Saves: scores and dense masks of attention, B x T x T values per layer. Nothing is saved if a fused kernel
     already runs; the report names the kernel.
 Costs: none after the first batch, except that each packed batch waits for the GPU once, to find the
-    documents. Variable-length kernels add in another order than the kernel for dense masks, so results may
-    round differently.
+    documents. Variable-length kernels sum in a different order than the kernel for dense masks, so results
+    may round differently.
 When not: the report already names a fused backend.
-Conflicts: none. Packing supports only models of transformers; attention dropout needs `packing=dense`.
+Conflicts: none. Packing supports only Hugging Face models; attention dropout needs `packing=dense`.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html;
     https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 """
@@ -77,7 +77,7 @@ def checked_backends(names: Sequence[str], capability: int) -> Generator[Counter
     """Check every call of `F.scaled_dot_product_attention`, and count the calls of each backend.
 
     Args:
-        names: Allowed backends; with an empty list, all backends.
+        names: Allowed backends; an empty list allows all backends.
         capability: Compute capability of the device, times ten; 0 for a CPU.
 
     Raises:
@@ -117,12 +117,12 @@ class Attention(Managed):
     """Choose backends of attention, and compute packed rows without dense masks.
 
     Args:
-        backend: `flash`, `efficient`, `cudnn` or `math`, or a list by priority; with None, torch chooses.
-        packing: Method for packed rows in a model of transformers: `varlen`, `flex` or `dense`. `auto` uses
-            the first of these methods that the device and the model support.
+        backend: `flash`, `efficient`, `cudnn` or `math`, or a list by priority; if None, torch chooses.
+        packing: Method for packed rows in a Hugging Face model: `varlen`, `flex` or `dense`. `auto` uses the
+            first of these methods that the device and the model support.
 
     Raises:
-        ConfigError: The backend is unknown, or this device or model does not support the packing.
+        ConfigError: The backend is unknown, or the device or the model does not support the packing method.
         ConflictError: No chosen backend accepts a call in the first batch.
 
     Warns:
@@ -153,16 +153,16 @@ class Attention(Managed):
         self._first_batch = ExitStack()
         self._is_checked = False
         self._planned: devices.Device | None = None
-        """GPU of a prediction, used instead of the model's device; None outside of a prediction."""
+        """GPU for which a run is being predicted, used instead of the model's device; None in a real run."""
 
     def join_prediction(self, gpu: devices.Device | None) -> bool:
-        """Store the GPU of a prediction, for which backends are then chosen."""
+        """Store the GPU for which a run is predicted; backends are then chosen for this GPU."""
         self._planned = gpu
         return True
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest `scaled_dot_product_attention` for a model that computes scores itself, without dropout."""
+        """Suggest `scaled_dot_product_attention` if a model computes scores itself, and without dropout."""
         # Recognize scores by their size, because an allocation does not record the attention call.
         held = {row.score_bytes // row.calls: row for row in run.attention if row.backend == "softmax"}
         found = {
@@ -211,7 +211,7 @@ class Attention(Managed):
         self._first_batch.close()
 
     def _pack(self, model: Any, dtype: torch.dtype, *, is_compiled: bool) -> None:
-        """Switch a model of transformers to the configured packing method, or to the first that works."""
+        """Switch a Hugging Face model to the configured packing method; `auto` is the first that works."""
         why = why_not_varlen(model, model.device, dtype)
         # The compiler cannot trace the Python code that finds the documents of a batch.
         why = why or ("the model is compiled" if is_compiled else "")
@@ -268,14 +268,14 @@ class Attention(Managed):
 
 
 def _transformers_models(module: nn.Module) -> list[Any]:
-    """Return the outermost models of transformers in a module."""
+    """Return the outermost Hugging Face models in a module."""
     if hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
         return [module]
     return [model for child in module.children() for model in _transformers_models(child)]
 
 
 def _called_by_users(model: nn.Module) -> list[Any]:
-    """Return the modules that make a mask when a user calls them: the model with head, and its base model."""
+    """Return the modules that make a mask when they are called: the model with a head, and its base model."""
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
     # The package flash_attn needs no mask, because it finds documents by their positions.
     return [part for part in parts if not part.config._attn_implementation.startswith("flash")]  # noqa: SLF001

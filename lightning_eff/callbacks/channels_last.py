@@ -3,17 +3,17 @@
 PyTorch stores images [B, C, H, W] channel by channel. Tensor cores compute convolutions pixel by pixel, and
 need the channels of a pixel to be adjacent. For other layouts, the convolution library transposes inputs and
 outputs in every call. This callback converts the weights of 2D and 3D convolutions before training. In each
-batch, the callback converts the images whose axes and channels match one of these convolutions. Values, names
-and checkpoints stay the same; only strides change.
+batch, the callback converts each image whose numbers of axes and channels match one of these convolutions.
+Values, names and checkpoints stay the same; only strides change.
 
-Weights stay contiguous under FSDP2 and DeepSpeed, or if they share memory with another tensor. The
-convolution library then converts such weights in each call.
+Weights stay contiguous if the strategy is FSDP2 or DeepSpeed, or if they share memory with another tensor.
+The convolution library then converts these weights in each call.
 
 Saves: transpositions around each convolution on a GPU with tensor cores.
 Costs: a copy of each batch's images. Code that calls `view` on images or weights may need `reshape` instead,
-    and `as_strided` on an image reads other pixels than before. Random numbers in the shape of an image
-    (`randn_like`, dropout) are drawn in memory order, so a seed gives other values than for a contiguous
-    image.
+    and `as_strided` on an image reads different pixels than before. Random numbers in the shape of an image
+    (`randn_like`, dropout) are drawn in memory order, so the same seed gives different values than for a
+    contiguous image.
 When not: the run uses float32 without TF32 on a GPU; `compare` shows no gain.
 Conflicts: bitsandbytes' optimizers and `torch.optim.LBFGS`, which need contiguous weights.
 Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
@@ -125,7 +125,7 @@ class ChannelsLast(Managed):
             self.cleanup.callback(hook.remove)
 
     def _match_in_step(self, trainer: pl.Trainer, _: Any, args: Any, keywords: dict[str, Any]) -> Any:
-        """Restore the memory formats that a load or an assignment has changed, before the optimizer steps."""
+        """Before the optimizer steps, restore the memory formats that a load or an assignment has changed."""
         closure = keywords.get("closure") or (lambda: None)
 
         def computed() -> Any:
@@ -165,7 +165,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _is_image(value: Any) -> bool:
-    """Return whether a value is a dense, unsharded float tensor with the axes of images."""
+    """Return whether a value is a dense, unsharded float tensor of 4 or 5 axes, as images are."""
     return _is_dense(value) and value.is_floating_point() and value.ndim in FORMATS
 
 

@@ -1,23 +1,23 @@
-"""Train with a contrastive loss over a large batch, in the memory of a micro-batch (gradient caching).
+"""Train with a contrastive loss over a large batch, with the memory of a micro-batch (gradient caching).
 
 The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
 `return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. The
 replacement embeds the batch in micro-batches without keeping activations. The replacement returns the
 embeddings of the full batch, gathered from all ranks. When the backward pass reaches the embeddings, the
 callback recomputes one micro-batch at a time. The gradient of the micro-batch's embeddings then continues
-through the recomputed graph. Why not one backward pass per micro-batch, with a surrogate loss: with a single
-backward pass, everything else works as without this callback. Loss scaling, accumulation, reduction over
-ranks, backward hooks and parameters of the loss (a temperature) are examples.
+through the recomputed graph. Why not one backward pass per micro-batch, with a surrogate loss: a single
+backward pass leaves loss scaling, accumulation, reduction over ranks and backward hooks unchanged. Parameters
+of the loss, such as a temperature, get their gradients as usual.
 
-The recomputation of a micro-batch has the random numbers, autocast, attributes and buffers of the first
-computation. Values that the recomputation writes or logs are dropped. `embed` must not compare samples. The
-callback checks a few samples for this before the first split of a batch. `embed` may be called several times
-in a step (for two views). The results of `embed` have one row per sample: embeddings, and labels if the loss
-needs labels.
+The recomputation of a micro-batch uses the random numbers, autocast, attributes and buffers of the first
+computation. Values that the recomputation writes or logs are dropped. `embed` must not compare samples.
+Before a batch is split for the first time, the callback checks this on a few samples. `embed` may be called
+several times in a step, for example for two views. The results of `embed` have one row per sample:
+embeddings, and labels if the loss needs labels.
 
 Each rank computes the loss over the embeddings of all ranks; the step minimizes the mean of the ranks'
-losses. Batches may differ in size between ranks, unless the ranks shard parameters. If a step has several
-batches, the loss compares samples only within one batch.
+losses. Batches may differ in size between ranks, unless ranks shard parameters or synchronize batch norms. If
+a step has several batches, the loss compares samples only within one batch.
 
 With `micro_batch_size=auto`, the full batch is tried first. After an OOM, everything that the step has
 changed is restored, and the step runs again in micro-batches of half the size. Checkpoints store the size.
@@ -25,11 +25,11 @@ changed is restored, and the step runs again in micro-batches of half the size. 
 Saves: activations: only one micro-batch's activations are in memory at a time. Embeddings and the tensors of
     the loss still grow with the batch.
 Costs: one more forward pass of `embed`. Until its backward pass, each micro-batch keeps random states, copies
-    of changed buffers, and an autograd graph without tensors in host memory (0.3 MB for 80 modules). The
-    gradients of micro-batches are summed in the dtype of the weights; under FSDP2, in the dtype of the
-    gathered weights. This sum is separate from the gradients of earlier batches of the step. Batch norms
-    compute statistics per micro-batch. Several ranks exchange embeddings and gradients of embeddings; `plan`
-    does not count this communication.
+    of changed buffers, and an autograd graph without activations. The graph takes host memory (0.3 MB for 80
+    modules). The gradients of micro-batches are summed in the dtype of the weights; with FSDP2, in the dtype
+    of the gathered weights. This sum is separate from the gradients of earlier batches of the step. Batch
+    norms compute statistics per micro-batch. On several ranks, embeddings and their gradients are exchanged;
+    `plan` does not count this communication.
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. The run stops if `embed` changes its inputs or frozen parameters
@@ -105,8 +105,8 @@ class Contrastive(Managed):
     Raises:
         ConfigError: The module has no method `embed`, or `embed` returned anything but tensors with one row
             per sample.
-        ConflictError: `embed` compares samples, `training_step` does not call `embed`, or batches differ in
-            size on ranks that shard parameters.
+        ConflictError: `embed` compares samples, or `training_step` does not call `embed`. Also raised if
+            batches differ in size on ranks that shard parameters or synchronize batch norms.
         RecomputationError: `embed` changes its inputs or frozen parameters in place.
 
     Warns:
@@ -161,7 +161,7 @@ class Contrastive(Managed):
         return _WholeBatches(current, is_auto=is_auto, splitter=self.splitter, keep=keep)
 
     def facts(self) -> Facts:
-        """Reject techniques that also split batches, or that would break if a step runs again."""
+        """Reject techniques that also split batches, untested strategies, and `auto` on several devices."""
         reasons = {
             "callbacks/micro_batch": "it splits training_step, whose loss compares samples",
             "run/manual_optimization": "the module runs its backward passes itself",
@@ -277,8 +277,7 @@ class Contrastive(Managed):
     def _check_apart(self, module: pl.LightningModule, embed: Embed, batch: Any, num_samples: int) -> None:
         """Reject an `embed` that compares samples.
 
-        If samples are not compared, the mean of a function of the rows is the same for a batch and for its
-        parts.
+        If `embed` does not compare samples, a mean over the rows is the same for a batch and for its parts.
         """
 
         def run(part: MicroBatchPart) -> Tensor:
@@ -357,12 +356,12 @@ def _embed_again_in_backward(
             output = embed(batch)
             state.end_forward()
             return output
-        # The backward pass uses the state of the first computation, and logs nothing a second time.
+        # The recomputation uses the state of the first computation, and logs nothing a second time.
         with state.again("embed"):
             vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # `again` removes both
             return embed(batch)
 
-    # `checkpoint` takes the device of random numbers and autocast from its tensor arguments.
+    # `checkpoint` restores random states and autocast of the devices on which its tensor arguments are.
     device = torch.empty(0, device=module.device)
     return checkpoint(run, batch, device, use_reentrant=False, early_stop=early_stop)
 
@@ -388,9 +387,10 @@ def _joined(outputs: Sequence[Any], parts: Sequence[MicroBatchPart]) -> Any:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the rows of all ranks; sums the gradient of each row, because each rank's loss uses all rows.
+    """Gathers the rows of all ranks, and sums the gradient of each row over ranks.
 
-    The strategy then divides the sum by the number of ranks; the result is the gradient of the mean loss.
+    Each rank's loss uses all rows, so the sum over ranks is the gradient of the sum of losses. The strategy
+    then divides by the number of ranks, which gives the gradient of the mean loss.
     """
 
     @staticmethod

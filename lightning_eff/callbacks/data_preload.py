@@ -6,18 +6,18 @@ can be 0. Batches from workers are copied to a GPU on a side stream while the pr
 data, their order and the random numbers of training stay the same. The saved position of a stateful loader is
 the position after the last batch handed out, even if further batches were fetched.
 
-Why no thread that fetches ahead: samples loaded in the thread would draw random numbers between the draws of
-training. Workers give the same benefit if samples load slowly enough to matter.
+Why no thread that fetches ahead: samples loaded in the thread would change the random numbers that training
+draws. Workers give the same benefit if samples load slowly enough to matter.
 
 Saves: the time spent waiting for data, which the report shows as a fraction of the run.
-Costs: host memory for each worker, and device memory for the batches that are ready. Measuring takes a few
-    seconds at the start, and at most a twentieth of an epoch's loading time. With a fixed number such as
+Costs: host memory for each worker, and device memory for batches that were copied early. Measuring takes a
+    few seconds at the start, but at most a twentieth of an epoch's loading time. With a fixed number such as
     `num_workers=2`, nothing is measured. Samples draw other random numbers in workers than without workers.
     Samplers that draw one index at a time also draw other random numbers. Streams and stateful loaders keep
     their number of workers.
 When not: samples that load fast, because no workers are then used.
-Conflicts: none. With custom hooks that move batches (`transfer_batch_to_device`, `on_before_batch_transfer`),
-    no batch is copied ahead of use.
+Conflicts: none. If custom hooks move batches (`transfer_batch_to_device`, `on_before_batch_transfer`), no
+    batch is copied ahead of use.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
 """
 
@@ -55,7 +55,7 @@ from lightning_eff.report.live_bytes import tensors_in
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
 NUM_BATCHES, MAX_BATCHES = 4, 512
-"""Batches that are compared and timed without workers, and the maximum number that is timed with workers."""
+"""Number of batches that are compared, and timed without workers; limit for the batches of a trial."""
 MIN_WAIT = 0.1
 """The technique is suggested if a run spends more than this fraction of its time waiting for data."""
 MAX_TIME_RATIO = 0.9
@@ -72,13 +72,13 @@ class DataPreload(Managed):
     """Load training batches ahead of use.
 
     Args:
-        num_workers: Number of processes that load samples. `auto` measures the best number, but does not
-            change the number for a stream.
+        num_workers: Number of processes that load samples. `auto` measures the best number. The workers of
+            streams and stateful loaders are not changed.
         prefetch_factor: Number of batches that each worker keeps ready.
         persistent_workers: Keep the workers between epochs even if the loader does not. Persistent workers do
             not see later changes of the dataset.
-        pin_memory: Use page-locked host memory, so that copies to a GPU overlap with computation. None uses
-            page-locked memory if training runs on a GPU.
+        pin_memory: Use page-locked host memory, so that copies to a GPU overlap with computation. If None,
+            page-locked memory is used if training runs on a GPU.
         num_batches_ahead: Number of batches from workers that are copied to the GPU ahead of use.
         max_measure_s: Maximum seconds for measuring, excluding the start of workers.
 
@@ -123,7 +123,7 @@ class DataPreload(Managed):
         self._transfer_hook = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Take no part in a prediction, because a prediction loads no data and needs no workers."""
+        """Return False, because a prediction loads no data, and so does not need this technique."""
         del gpu
         return False
 
@@ -175,7 +175,7 @@ class DataPreload(Managed):
             }
             for name, value in values.items():
                 object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some names
-        # Without workers nothing is fetched ahead: samples would draw random numbers during training steps.
+        # Without workers nothing is fetched ahead, as samples would draw random numbers in training steps.
         is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
         kind = StatefulPrefetchLoader if dataloaders.is_stateful(loader) else PrefetchLoader
         num_ahead = self.num_batches_ahead if is_ahead else 0
@@ -283,7 +283,8 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                 now = time.perf_counter()
                 trial_s = now - start if count else START_S
                 samples = samples or found
-                # Workers that share a file handle read wrong samples. Random samples differ in each load.
+                # Workers that share a file handle read wrong samples. Random samples differ in each load, so
+                # samples count as wrong only if a second load without workers gives the same samples.
                 if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
                     return WorkerChoice(0, tried, "samples of a worker differ from this process's")
                 # Convert to seconds per batch of the loader's own batch size.
@@ -320,7 +321,7 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
     else:
         keywords["batch_sampler"] = indices
     batches = iter(DataLoader(loader.dataset, **keywords))
-    # Wait for one batch of each worker, so that the timing excludes the start of workers.
+    # Wait for one batch from each worker, so that the timing excludes the start of workers.
     first = list(itertools.islice(batches, max(NUM_BATCHES, count)))[:NUM_BATCHES]
     start = now = time.perf_counter()
     num_done = 0
@@ -387,8 +388,8 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
             return iter(self.loader)
         self._source = self._taken_state = None
         # `tuned` must draw the same random numbers as `loader` would. In torch 2.13, a loader without workers
-        # draws a seed at the creation of its iterator, and the sampler's seed with the first batch. With
-        # workers, the loader draws both at the creation; persistent workers draw no seed in later passes.
+        # draws a seed when its iterator is created, and the sampler's seed at the first batch. A loader with
+        # workers draws both when its iterator is created; with persistent workers, later passes draw no seed.
         tuned, loader, seed = self._tuned, self.loader, 0
         is_at_once = tuned is loader or loader.num_workers > 0
         # The persistent workers of `tuned` draw no seed, but new workers of `loader` would.
@@ -398,7 +399,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if is_at_once:
             self._source = source = iter(tuned)
             if tuned is not loader and not tuned.num_workers:
-                # Request the first index now, as workers would: the sampler draws its order at this request.
+                # Request the first index now, as workers would, since the sampler then draws its order.
                 indices = source._sampler_iter  # noqa: SLF001
                 source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:
@@ -408,7 +409,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         return self._current
 
     def _batches(self) -> Generator[Any]:
-        """Hand out the batches of one pass."""
+        """Yield the batches of one pass."""
         # The batch to hand out next, and up to `num_ahead` further batches.
         ready: deque[FetchedBatch] = deque()
         is_over = False
@@ -421,7 +422,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
                     is_over = True
             if not ready:
                 return
-            # No variable here may refer to the batch during its step: the reference would keep its memory.
+            # No variable here may refer to the batch during its step, since this would keep its memory alive.
             yield self._take(ready.popleft())
 
     def _fetch(self, stream: Any) -> FetchedBatch:

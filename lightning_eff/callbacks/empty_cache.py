@@ -43,7 +43,7 @@ class Released:
 
 
 def release(device: torch.device | str) -> Released:
-    """Empty the cache of `device` once; for loops without a Trainer.
+    """Empty the cache of `device` once, in a training loop without a Trainer.
 
     Raises:
         ValueError: The device's allocator has no cache to empty.
@@ -75,7 +75,7 @@ class EmptyCache(Managed):
         ConfigError: `every_n_steps` is not a whole number of at least 1.
 
     Warns:
-        NoEffectWarning: The device has no cache to empty, or the cache was never emptied in a full fit.
+        NoEffectWarning: The device has no cache to empty, or the cache was not emptied once during `fit`.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[EmptyCache(every_n_steps=50)], logger=False, accelerator="cpu")

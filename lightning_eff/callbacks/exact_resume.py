@@ -1,17 +1,17 @@
 """Resume a run with the same order of samples and the same random numbers, as if it had not been stopped.
 
 Lightning saves weights, optimizer states and counters, but neither random states nor the position in the
-data. So without this callback, a resumed run sees other samples, repeats some samples, and draws other
-dropout masks. This callback saves the random states and the data position of every rank in each checkpoint.
-States and positions are restored before the first batch of the resumed run.
+data. So without this callback, a resumed run gets samples in another order, repeats some samples, and draws
+other dropout masks. This callback saves the random states and the data position of every rank in each
+checkpoint. States and positions are restored before the first batch of the resumed run.
 
 A resumed run skips the batches that were already trained on, and draws only their indices. With workers,
 skipped batches are loaded again and dropped, because loading may draw random numbers in the workers. Hashes
 of an epoch's first indices verify the order. The flags `requires_grad` and `training` are restored too,
 because a callback may have changed these flags earlier in the run, for example to unfreeze layers.
 
-Validation during training does not change the random states, because a resumed run does not repeat the
-validation that came just before the save.
+A resumed run does not repeat the validation that ran just before the save. So this callback restores the
+random states of training after each validation.
 
 Saves: an interrupted run; the resumed run matches an uninterrupted run bit for bit.
 Costs: about 16 kB per rank in a checkpoint. A resumed run with workers loads the skipped batches again.
@@ -121,7 +121,7 @@ class ExactResume(Managed):
             self._isolate(loop.epoch_loop.val_loop, name, pl_module)
 
     def _observe(self, loader: Any, loop: Any) -> Any:
-        combined = loop._combined_loader  # noqa: SLF001 - old until all loaders are made
+        combined = loop._combined_loader  # noqa: SLF001 - the previous object until all loaders are made
         if combined is not self._previous:
             # Lightning is creating all loaders again, so drop the loaders of the earlier epoch.
             self._run.unwrap()
@@ -129,7 +129,7 @@ class ExactResume(Managed):
         return observe(loader, self._run)
 
     def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:
-        """Wrap a method of the validation loop, so that training's random states do not change."""
+        """Wrap a method of the validation loop, so that it does not change the random states of training."""
         method = getattr(validation, name)
 
         def isolated() -> Any:
@@ -217,8 +217,9 @@ class ExactResume(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run, loop, self._has_begun = self._run, cast(Any, trainer.fit_loop), True
-        # Lightning restores no states of stateful loaders in two cases: at an epoch's end, and if the number
-        # of steps was requested, because the loaders then exist before the checkpoint is read.
+        # Lightning fails to restore the states of stateful loaders in two cases: after a save at an epoch's
+        # end, and if the number of steps was requested before the fit. In the second case, the loaders exist
+        # before the checkpoint is read.
         states = loop._combined_loader_states_to_load  # noqa: SLF001
         if run.pending is not None and states:
             loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
@@ -323,7 +324,7 @@ def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> 
 def _begin_next_epoch(loop: Any) -> None:
     """Begin the next epoch in a run that was saved after the last batch of an epoch.
 
-    Lightning 2.6 fails to count the completed epoch.
+    Lightning 2.6 itself fails to count the completed epoch.
     """
     inner = loop.epoch_loop
     progress = inner.batch_progress

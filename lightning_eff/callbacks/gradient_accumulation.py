@@ -7,19 +7,20 @@ batch size (WebDataset, a stream, a custom batch sampler, several loaders). For 
 `num_batches`, the number of batches per step on each rank. Batches may differ in size. Each batch is weighted
 by its number of samples, or by the weight that `training_step` returns.
 
-If the loss is a mean over other items than samples (tokens without padding, boxes, pixels), `training_step`
-must return `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, its
-gradient is the mean over the batches that the step has. The training loop is in
-microbatching/lightning_loop.py, and the scale factors are in microbatching/window.py.
+If the loss is a mean over items other than samples (tokens without padding, boxes, pixels), `training_step`
+must return `{"loss": mean_loss, "loss_weight": tokens}`. If the end of an epoch cuts a step short, the step's
+gradient is the mean over its actual batches. The training loop is in microbatching/lightning_loop.py, and
+the scale factors are in microbatching/window.py.
 
 On several ranks, loaders may return different numbers of batches (streams, WebDataset, uneven shards). A rank
 that has no batch left repeats its last batch with weight 0 until no rank has a batch. So all ranks make the
-same number of steps, and end epochs together. `num_batches=1` supports unequal numbers of batches without
-accumulation. Ranks with different numbers of batches are weighted by their samples or by the returned
+same number of steps, and end epochs together. To support unequal numbers of batches without accumulation,
+set `num_batches=1`. Ranks with different numbers of batches are weighted by their samples or by the returned
 weights. If ranks have equal numbers of batches and no weights, all ranks have the same weight.
 
-Logging, `val_check_interval` and `limit_train_batches` count the loader's batches as before. With a schedule,
-`trainer.estimated_stepping_batches` assumes the schedule's first size, so set `max_steps`.
+`val_check_interval` and `limit_train_batches` still count the loader's batches; `log_every_n_steps` counts
+optimizer steps. `trainer.estimated_stepping_batches` assumes the first size of a schedule, so set `max_steps`
+with a schedule.
 
 Saves: activations: only one of the step's batches is in memory at a time.
 Costs: a step takes the time of all its batches. Weights that are tensors on a GPU cost one synchronization
@@ -59,7 +60,7 @@ class GradientAccumulation(Managed):
     Args:
         global_batch_size: Samples per optimizer step, on all ranks.
         num_batches: Batches per optimizer step on each rank, instead of `global_batch_size`.
-        schedule: Global batch sizes, by the first epoch or step to which a size applies: `{0: 32, 10: 64}`.
+        schedule: Global batch sizes, by the first epoch or step at which a size applies: `{0: 32, 10: 64}`.
             Replaces `global_batch_size` and `num_batches`.
         schedule_by: Unit of the keys of `schedule`: `epoch` or `step` (optimizer steps).
 
@@ -127,7 +128,7 @@ class GradientAccumulation(Managed):
         self.schedule = schedule
         self._set_key = "global_batch_size" if schedule is None else "schedule"
         self.schedule_by = schedule_by
-        # The keys of both dicts are the first epochs or steps to which a number applies. `_read_batch_size`
+        # The keys of both dicts are the first epochs or steps at which a number applies. `_read_batch_size`
         # computes the second dict from the first, unless `num_batches` is set.
         self._global_batch_sizes: dict[int, int] = dict(sorted(sizes.items()))
         self._accumulate_grad_batches: dict[int, int] = {}
@@ -213,7 +214,7 @@ class GradientAccumulation(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the current number of batches again, because a schedule may apply to a resumed run."""
+        """Set the current number of batches again, because a resumed run may be further in the schedule."""
         dataloaders.restore_loader_state(trainer)
         self._set_current(trainer)
         loaders = trainer.train_dataloader
@@ -247,7 +248,7 @@ class GradientAccumulation(Managed):
         texts += [f"{count} step{'s' * (count != 1)} {why}" for why, count in reasons.items() if count]
         return Outcome(
             did="; ".join(filter(None, texts)),
-            # A single batch per step is as requested if the loader's batch has `global_batch_size` samples.
+            # A single batch per step has `global_batch_size` samples, as requested, so this is an effect too.
             effective=is_accumulated or self.global_batch_size is not None,
             numbers={"accumulate_grad_batches": numbers, "cut_steps": cut, "skipped_steps": skipped},
         )

@@ -8,18 +8,18 @@ the block, the block runs again. The policies are:
   an output in place, as recurrent layers do, `selective` also recomputes that output.
 - `offload` recomputes like `full`, and keeps the blocks' inputs in host memory.
 - `budget` lets the compiler choose which activations to keep, up to a fraction of all activations.
-- `fit` chooses `keep`, `selective`, `full` or `offload` for each block, with the fewest FLOPs that give a
-  predicted peak within `memory`. `fit` uses `offload` only if nothing else fits.
+- `fit` chooses `keep`, `selective`, `full` or `offload` for each block. The predicted peak must be within
+  `memory`; among such choices, `fit` takes the fewest FLOPs. `fit` uses `offload` only if nothing else fits.
 
 A block runs again with the random numbers, autocast state, attributes, parameters, buffers and containers
-that its forward pass had, so the result is bit-identical. The technique's page lists changes that stop the
-run, and changes that are not detected, for example of globals.
+that its forward pass had, so the result is bit-identical. The documentation page lists the changes that stop
+the run, and changes that are not detected, for example changes of global variables.
 
 Saves: activations, because a recomputed block keeps only its inputs.
-Costs: one more forward pass of the recomputed blocks. With `full`, this extra pass takes a third of a step's
+Costs: one more forward pass of the recomputed blocks. With `full`, this extra pass adds a third to a step's
     operations. With `selective`, only pointwise operations run again. `offload` copies each block's inputs
-    over the bus twice, and needs pinned host memory of up to twice the inputs of a step. A block's hooks run
-    twice. `fit` predicts a few steps before training; each prediction takes a fraction of a second to
+    over the bus twice, and needs pinned host memory of up to twice the size of these inputs. A block's hooks
+    run twice. `fit` predicts a few steps before training; each prediction takes a fraction of a second to
     several seconds.
 When not: the batch fits in memory, or the memory peak is in the optimizer step.
 Conflicts: a model or strategy that already recomputes activations. `budget` needs `callbacks/torch_compile`;
@@ -70,7 +70,7 @@ class GradientCheckpointing(Managed):
 
     Args:
         policy: `full`, `every_n`, `selective`, `budget`, `offload` or `fit`.
-        every_n_blocks: With `every_n`, one block out of this number is recomputed.
+        every_n_blocks: With `every_n`, the first block and every n-th block after it are recomputed.
         memory_budget: With `budget`, the fraction of the activations that may be kept, from 0 to 1.
         blocks: Class names, classes, patterns of module names (`net.layers.*`), or a function that gets a
             name and a module and returns a bool; None selects the repeated blocks.
@@ -221,7 +221,7 @@ class GradientCheckpointing(Managed):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Set the hook on the instance, for one batch. A hook of the class would cost time in every batch.
-        # `OptimizerChoice`, which looks for hooks earlier, would also assume that the hook reads gradients.
+        # `OptimizerChoice` would also assume that a hook of the class reads gradients.
         if self._fit is not None:
             vars(self)["on_train_batch_start"] = self._choose
 

@@ -1,10 +1,10 @@
 """Split each batch into micro-batches that fit in memory, with the gradient of the full batch.
 
 The callback splits each batch of the loader along the sample axis, and makes one optimizer step per batch.
-The rules for splitting are in microbatching/splitting.py; for other batches, pass a `splitter`. `keep` names
-values that are not split, such as class weights, positions, or a mask shared by all samples. Each micro-batch
-is weighted by its number of samples, or by the `loss_weight` that `training_step` returns next to the mean
-loss. So the gradient equals the gradient of the full batch.
+The rules for splitting are in microbatching/splitting.py. If no rule fits a batch, pass a `splitter`. `keep`
+names values that are not split, such as class weights, positions, or a mask shared by all samples. Each
+micro-batch is weighted by its number of samples, or by the `loss_weight` that `training_step` returns with
+the mean loss. So the gradient equals the gradient of the full batch.
 
 With `micro_batch_size=auto`, the full batch is tried first. When memory runs out in the forward or backward
 pass, everything that the step has changed (random states, buffers, metrics) is restored. The step is then
@@ -18,8 +18,8 @@ training, for example after unfreezing layers.
 Saves: activations: only one micro-batch's activations are in memory at a time. With `auto`, a run continues
     after an out-of-memory error.
 Costs: micro-batches that are too small for the device are slow. `auto` copies random states and buffers in
-    each step, and keeps all batches of the step. Before each update, `auto` copies parameters, gradients and
-    optimizer state to host memory; on a GPU, only the first update is preceded by a copy. On several ranks,
+    each step, and keeps all batches of the step. `auto` also copies parameters, gradients and optimizer state
+    to host memory: on a CPU before each update, on a GPU only before the first update. On several ranks,
     `auto` averages gradients after the backward pass instead of during it. After an out-of-memory error the
     step runs again, including its hooks (`on_after_backward`, and the hooks around `zero_grad`). Batch norms
     and other layers that normalize over a batch compute statistics per micro-batch.
@@ -127,7 +127,7 @@ class MicroBatch(Managed):
         self._counts_by = self._uneven = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """In a prediction, run only some micro-batches of each batch, since all need the same memory."""
+        """Make a prediction run only some micro-batches of each batch, because all need the same memory."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
@@ -146,7 +146,7 @@ class MicroBatch(Managed):
         return self._size.current if self._size is not None else self._initial_size
 
     def facts(self) -> Facts:
-        """Reject modules and strategies that step themselves, and everything that a retry would break."""
+        """Reject modules and strategies that step themselves; with `auto`, also those that cannot retry."""
         reasons = {
             "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a separate batch",
             "run/manual_optimization": "the module runs its backward passes itself",
@@ -158,7 +158,7 @@ class MicroBatch(Managed):
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))
         if not self.is_auto:
             return Facts(excludes=tuple(rules))
-        # With `auto`, a single rank may run out of memory, and computes the step again without the others.
+        # With `auto`, a single rank may run out of memory, and then repeats the step without the other ranks.
         wait = "a rank that runs out of memory would leave the others waiting in the middle of a forward pass"
         reasons = {
             "lightning/FSDPStrategy": wait,
@@ -211,8 +211,8 @@ class MicroBatch(Managed):
             with trainer.precision_plugin.train_step_context():
                 return module.training_step(*(part.batch, 0)[:num_arguments])
 
-        # A run would reject a loss that is not a mean over samples, so micro-batches must not be suggested
-        # for this loss.
+        # Do not suggest micro-batches for a loss that is not a mean over samples, because a run would reject
+        # this loss.
         is_low, size = (
             not str(trainer.precision).startswith(("32", "64")),
             MicroBatchSize(None, is_auto=False),

@@ -1,12 +1,12 @@
 """Replace the module's optimizer by the configured optimizer, without weight decay on norms and biases.
 
 In a plain Trainer, the parameter groups of the module's optimizer are kept. The module's schedule is bound to
-the replaced optimizer, so pass a `scheduler` here, or drop the schedule with `scheduler="none"`. A recipe's
-`optimizer` and `scheduler` groups also use this callback. Schedule-free optimizers use different weights for
-training and evaluation. This callback switches to the evaluation weights for validation, for checkpoints and
-at the end of the run. Gradients are freed at the end of a step instead of after the next forward pass, unless
-other code could read the gradients in between. Freeing gradients early lowers the peak by one buffer of the
-parameters' size.
+the replaced optimizer, so pass a `scheduler` here, or drop the schedule with `scheduler="none"`. In a recipe,
+the config groups `optimizer` and `scheduler` use this callback. Schedule-free optimizers use different
+weights for training and evaluation. This callback switches to the evaluation weights for validation, for
+checkpoints and at the end of the run. Gradients are freed at the end of a step instead of after the next
+forward pass, unless other code could read the gradients in between. Freeing gradients early lowers the peak
+by one buffer of the parameters' size.
 
 Saves: memory or time, depending on the optimizer; one buffer of the parameters' size at the peak.
 Costs: none, apart from the costs of the optimizer itself.
@@ -65,8 +65,8 @@ class OptimizerChoice(Managed):
         optimizer: Function that makes the optimizer from parameter groups; a recipe uses its `optimizer`
             group.
         scheduler: Function that makes a scheduler from the optimizer; the scheduler steps after each
-            optimizer step. With None, the learning rate stays constant. With "none", a schedule of the module
-            is dropped too.
+            optimizer step. If None or "none", the learning rate stays constant. With "none", a schedule of
+            the module is dropped; with None, such a schedule is an error.
 
     Raises:
         ConfigError: No optimizer is given, the module uses manual optimization, or the module has a schedule
@@ -106,7 +106,7 @@ class OptimizerChoice(Managed):
         self._has_freed_gradients = False
 
     def facts(self) -> Facts:
-        """Declare whether there is a schedule, and whether one fused kernel steps all parameters."""
+        """Declare whether there is a schedule, and whether one fused kernel updates all parameters."""
         provides = (SCHEDULE,) if callable(self.scheduler) else ()
         fused = ("optimizer/fused",) if factory_keywords(self.optimizer).get("fused") else ()
         return Facts(provides=(*provides, *fused))
@@ -130,7 +130,7 @@ class OptimizerChoice(Managed):
             remedy = Remedy("optimizer=module", "leave out OptimizerChoice")
             raise ConfigError(key="", value=fault, allowed=allowed, remedies=[remedy])
         is_kept = keep_own and is_overridden("configure_optimizers", module)
-        # Lightning's call also reads the module's parameter groups, which may set learning rates.
+        # The module's own `configure_optimizers` gives the parameter groups, which may set learning rates.
         own = module.configure_optimizers if is_kept else None
         self._is_attached = True
         self.cleanup.callback(setattr, self, "_is_attached", False)  # noqa: FBT003 - setattr's own argument
@@ -152,7 +152,7 @@ class OptimizerChoice(Managed):
             return
         super().setup(trainer, pl_module, stage)
         self.replace(pl_module)
-        # By default, Lightning 2.6 maps locations with a function, which fails on quantized optimizer state.
+        # By default, Lightning 2.6 passes `map_location` as a function, which fails on quantized state.
         reader: Any = trainer.strategy.checkpoint_io
         if "map_location" in inspect.signature(reader.load_checkpoint).parameters:
             load = functools.partial(reader.load_checkpoint, map_location="cpu")
@@ -257,7 +257,7 @@ class OptimizerChoice(Managed):
         held = state_bytes(self._built)
         bytes_per_parameter = sum(held.values()) / num_parameters
         options = [name for name in ("fused", "foreach") if self._built.defaults.get(name)]
-        # A wrapper names the class of the optimizer inside.
+        # A wrapper optimizer stores the class of the wrapped optimizer.
         kind = getattr(self._built, "kind_behind", None) or type(self._built)
         title = kind.__name__ + (f" ({options[0]})" if options else "")
         where = ", ".join(f"{human_bytes(size)} on {device}" for device, size in held.items()) or "none"

@@ -1,9 +1,9 @@
 """Train small adapters in a frozen model, with LoRA or another method of PEFT.
 
 Each targeted layer gets an adapter in place, and all other parameters are frozen. New adapters do not change
-the output, so the first step computes with the original model. About 1 % of the parameters are trained, so
-gradients, optimizer state and data-parallel traffic shrink to about 1 %. `all-linear` targets every linear
-layer, including the head, except the output embedding of a Hugging Face model. Convolutions must be named in
+the output, so the first step has the output of the original model. About 1 % of the parameters are trained,
+so gradients, optimizer state and data-parallel traffic shrink to about 1 %. `all-linear` targets every linear
+layer, also a head, but not the output embedding of a Hugging Face model. Convolutions must be named in
 `target_modules`; convolutions that PEFT would adapt incorrectly are rejected. A checkpoint contains the
 trained parameters and a fingerprint of the frozen base, and cannot be loaded onto another base.
 
@@ -66,7 +66,7 @@ from lightning_eff.core.text import human_bytes
 MAX_NAMES = 12
 """Maximum number of layer names in a remedy."""
 OWN_CHECKPOINTS = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
-"""Strategies that write checkpoints with the base themselves, unless their `whole_checkpoints` is true."""
+"""Strategies whose own checkpoints include the base, unless the strategy's `whole_checkpoints` is true."""
 CONFLICTS = (
     Rule(
         name="lightning/BaseFinetuning",
@@ -125,8 +125,8 @@ class PeftAdapter(Managed):
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
         unused: Name patterns of trainable parameters that need no gradient in the first step.
         save_base: Save full checkpoints. False saves the trained parameters and a fingerprint of the base.
-        base_checkpoint: Checkpoint or `.safetensors` file of the model without adapters, to start from. For a
-            folder of runs, the newest checkpoint in the folder is used.
+        base_checkpoint: Checkpoint or `.safetensors` file of the model without adapters, to start from. If
+            the path is a folder of runs, the newest checkpoint in the folder is used.
 
     Raises:
         CheckpointError: A checkpoint belongs to another adapter or base, or the adapter cannot be saved.
@@ -209,7 +209,7 @@ class PeftAdapter(Managed):
             model_surgery.queue(trainer, pl_module, when, change)
 
     def changes(self, *, base: bool = True) -> list[tuple[Stage, model_surgery.ModelChange]]:
-        """Return the changes to the model between `configure_model` and the restore of a checkpoint.
+        """Return the changes that the model needs after `configure_model`, before a checkpoint is restored.
 
         With `base=False`, the values of the base are not loaded, because fake tensors do not need values.
         """
@@ -269,7 +269,7 @@ class PeftAdapter(Managed):
         optimized = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         # An adapter that belongs to no optimizer would never be trained.
         missing = [n for n, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
-        # If a strategy flattens parameters, the optimizer has none of the module's own: skip the check.
+        # If a strategy flattens parameters, the optimizer has none of the module's parameters: skip the check.
         if missing and any(id(p) in optimized for p in pl_module.parameters()):
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
             raise GradientError(f"{parameters_have(missing)} no optimizer\n  try: {remedy}")

@@ -69,7 +69,7 @@ class SkipBadSteps(Managed):
 
     Args:
         max_deviations: Skip a step whose gradient norm exceeds the median by more than this many robust
-            standard deviations. With None, only steps whose norm is not finite are skipped.
+            standard deviations. If None, only steps whose norm is not finite are skipped.
         last_n_steps: Number of previous steps whose norms give the median.
         max_in_a_row: Number of consecutive skipped steps that stops the run; None never stops the run.
 
@@ -101,7 +101,7 @@ class SkipBadSteps(Managed):
         self._num_steps = self._num_in_row = 0
 
     def facts(self) -> Facts:
-        """Reject techniques whose gradients callbacks cannot read, and techniques that step by themselves."""
+        """Reject techniques that hide gradients from callbacks, and techniques that step by themselves."""
         reasons = {
             "run/manual_optimization": "the module decides itself when it steps",
             "strategy/deepspeed_zero": "DeepSpeed's engine steps, with gradients that no callback reads",
@@ -243,7 +243,7 @@ class SkipBadSteps(Managed):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Stop only here, after the batch is complete: the checkpoint is then at a step boundary.
+        # Stop only here, after the batch is complete, so that the checkpoint is at a step boundary.
         if not self._is_skipped or self._num_in_row != self.max_in_a_row:
             return
         saver = trainer.checkpoint_callback

@@ -2,18 +2,18 @@
 
 For large images and volumes, activations at full resolution take most of a step's memory. A layer is local if
 each output pixel depends only on a window of the input. Local layers are convolutions, pooling, pointwise
-activations, dropout, and normalization over channels or in evaluation mode. Consecutive local children of an
-`nn.Sequential` form a segment. One autograd function computes the segment in overlapping tiles; the overlap
-is the halo. The forward pass keeps only the segment's input, and the backward pass recomputes one tile at a
-time. Parameters, names and checkpoints stay the same, hooks of the container run once, and each weight gets
-one gradient.
+activations, dropout, normalization over channels, and batch normalization in evaluation mode. Consecutive
+local children of an `nn.Sequential` form a segment. One autograd function computes the segment in overlapping
+tiles; the overlap is the halo. The forward pass keeps only the segment's input, and the backward pass
+recomputes one tile at a time. Parameters, names and checkpoints stay the same, hooks of the container run
+once, and each weight gets one gradient.
 
 Every other child ends a segment and is computed for the full image:
 
 - normalization over all pixels: batch normalization in training, instance and group normalization;
 - transposed convolutions and upsampling;
-- padding with anything but zeros, and pooling with `ceil_mode`;
-- layers of a class outside torch, with hooks, or with sharded weights.
+- padding with values other than zero, and pooling with `ceil_mode`;
+- layers whose class is not torch's, and layers with hooks or sharded weights.
 
 Layers that a custom forward calls one after another are not tiled, because the forward may read the
 activations between them. Put such layers into an `nn.Sequential`.
@@ -25,13 +25,14 @@ A segment is tiled if all these conditions hold, which are checked before the se
 - the tiles need less memory than the activations that the layers would keep.
 
 A batch is divided into samples first, because a tile of full samples has no halo. A chain whose halo adds
-more than a quarter of the pixels is cut into shorter chains. Tiles are used in evaluation too. In evaluation,
-tiles also save memory, and dropout draws the same numbers with and without gradients.
+more than a quarter of the pixels is cut into shorter chains. Tiles are also used if gradients are disabled,
+where they save memory too. So dropout draws the same numbers with and without gradients.
 
 Saves: activations between the convolutions of a chain, on large images and volumes.
-Costs: one more forward of the segments, which adds at most a third to their operations, and the halo. A block
-    that `callbacks/gradient_checkpointing` recomputes costs nothing more if the block ends with the segment.
-    If the block saves a tensor later (for a norm, or a second segment), the segment is computed three times.
+Costs: one more forward pass of the segments, which adds at most a third to their operations, and the halo.
+    If `callbacks/gradient_checkpointing` recomputes a block that ends with the segment, tiles cost no further
+    pass. If the block saves a tensor later (for a norm, or a second segment), the segment is computed three
+    times.
     Dropout draws a mask per tile, so results are statistically equal, but not bit-identical. Second
     derivatives are not supported.
 When not: images are small (a warning says so); the model has many norms over all pixels, which end chains.
@@ -151,9 +152,9 @@ class TiledConv(Tiling):
 
     Args:
         modules: Class names or name patterns of containers (`net.levels.*`), classes, or a predicate of name
-            and module; with None, every `nn.Sequential`.
-        tile_budget_mib: Memory for the layers' outputs and two gradients of one tile, in MiB; with None, the
-            larger of 64 MiB and a quarter of the size of the segment's input.
+            and module; if None, every `nn.Sequential`.
+        tile_budget_mib: Memory in MiB for one tile: the outputs of its layers, and two gradients. If None,
+            the larger of 64 MiB and a quarter of the size of the segment's input.
         min_pixels: Inputs with fewer pixels or voxels (samples x space) are not tiled.
 
     Raises:
@@ -196,7 +197,7 @@ class TiledConv(Tiling):
 
     @override
     def outcome(self) -> Outcome:
-        """Report the segments, their tiles and halo, the bytes not held, and why segments end."""
+        """Report the segments, their tiles and halo, the bytes saved, and the reasons why segments end."""
         segments = {
             f"{name}.{part}" if name else part: segment
             for name, each in self._tiled.items()
@@ -233,7 +234,7 @@ class TiledConv(Tiling):
 
 MAX_AXES = 3
 Child = tuple[str, nn.Module, tuple[LocalLayer, ...] | str]
-"""Name and module of a child, and its local layers or the reason that it has no local layers."""
+"""Name and module of a child, and its local layers; a text with the reason if it has no local layers."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class TiledContainer:
 
     Each call determines the segments from the layers' flags (batch normalization is local in evaluation mode)
     and from the input's size. Among the segments that start at a child, the call chooses the segment whose
-    tiles save most. So a chain whose halo allows only few tiles is cut into shorter chains.
+    tiles save the most memory. So a chain whose halo allows only few tiles is cut into shorter chains.
 
     Args:
         module: The container.
@@ -300,7 +301,7 @@ class TiledContainer:
                 x = apply(grid, x)
             del children[:num_children]
         if segments:
-            # A container may be called with images of several sizes: report the call that saved most.
+            # A container may be called with images of several sizes, so report the call that saved most.
             self.segments = max(segments, self.segments, key=_not_held_bytes)
         return x
 
@@ -335,7 +336,7 @@ class TiledContainer:
             len(children), len(run), x.shape, computed_itemsize(x), x.requires_grad,
             tuple(layer.keeps for layers in run for layer in layers),
         )  # fmt: skip
-        # Cache the choice: a search takes milliseconds, and equal keys give the same cut.
+        # Cache the choice, because a search takes milliseconds. Equal keys give the same cut.
         if key not in self._cuts:
             self._cuts[key] = self._best_cut(run, x)
         num_children, pieces = self._cuts[key]
@@ -343,14 +344,14 @@ class TiledContainer:
         return num_children, Grid.of(layers, x, pieces) if pieces else None
 
     def _best_cut(self, run: Sequence[tuple[LocalLayer, ...]], x: Tensor) -> tuple[int, tuple[int, ...]]:
-        """Find the segment whose tiles save most; return its number of children, and its pieces per axis."""
+        """Find the segment whose tiles save the most memory; return its number of children and its pieces."""
         best, most_saved = (1, ()), 0
         # Try the longest segment first; a shorter segment must save strictly more.
         for num_children in range(len(run), 0, -1):
             layers = [layer for part in run[:num_children] for layer in part]
             try:
                 grid = choose_grid(layers, x, self.budget_bytes)
-            except ValueError:  # x does not fit the layers: the layers' own error is clearer
+            except ValueError:  # if x does not fit the layers, the layers themselves raise a clearer error
                 return 1, ()
             saved = grid.saved_elements(is_input_trained=x.requires_grad)
             if grid.num_tiles > 1 and saved > most_saved:

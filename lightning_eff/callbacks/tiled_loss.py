@@ -9,14 +9,14 @@ MicroBatch weight the loss by its number of targets.
 
 Saves: the logits of a language model, their gradient and the log-softmax. Each takes tokens x vocabulary
     values.
-Costs: a fourth GEMM of the projection, in float16 and inside recomputed blocks. A 16-bit gradient is rounded
-    once per tile, at most 16 times.
+Costs: a fourth GEMM of the projection in float16, inside recomputed blocks, or if the loss has one value per
+    row. A 16-bit gradient is rounded once per tile, at most 16 times.
 When not: the vocabulary is small; metrics read full logits, which are then computed in addition to the tiles.
 Conflicts: a quantized projection; strategies that wait for the gradient of a model's logits. If the
-    projection has hooks, or an adapter with dropout, the logits are computed immediately. Logits that the run
-    still holds at an optimizer step are computed before this step. Any other read of logits whose weights or
-    inputs have changed is rejected; changes through `.data` are not detected. A fully compiled model has a
-    graph break at its output projection.
+    projection has hooks, or an adapter with dropout, the logits are computed immediately. Logits that are
+    still referenced at an optimizer step are computed before this step. After any other change of weights or
+    inputs, the logits cannot be read any more; changes through `.data` are not detected. A fully compiled
+    model has a graph break at its output projection.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
@@ -59,7 +59,7 @@ def tile_loss(
 
     Args:
         model: Any module.
-        head: Name of the output projection; with None, the projection is detected.
+        head: Name of the output projection; if None, the projection is detected.
         tile_budget_mib: As in `kernels.cross_entropy.linear_cross_entropy`.
 
     Returns:
@@ -99,8 +99,8 @@ class TiledLoss(Tiling):
     """Compute the loss of a language model in tiles.
 
     Args:
-        head: Name of the output projection (`model.lm_head`); with None, the projection is detected.
-        tile_budget_mib: Memory for the float32 logits of a tile, in MiB. With None, the budget is the larger
+        head: Name of the output projection (`model.lm_head`); if None, the projection is detected.
+        tile_budget_mib: Memory for the float32 logits of a tile, in MiB. If None, the budget is the larger
             of the size of the hidden states and a default for the device. The default on a CPU is 16 MiB; a
             tile then has at least 128 rows and at most an eighth of all rows. The default on a GPU is a 64th
             of the GPU's memory; a tile then has at most 2,048 rows.
@@ -131,7 +131,7 @@ class TiledLoss(Tiling):
         self.head = head
         self.tile_budget_mib = tile_budget_mib
         self._unweighted: list[Tensor] = []
-        """Targets per sample, one value for each backward pass of the step whose loss has no weight."""
+        """Numbers of targets per sample, in the backward passes of the current step that have no weight."""
         self._has_warned = False
 
     def facts(self) -> Facts:
@@ -266,7 +266,7 @@ def find_head(model: nn.Module, head: str | None) -> tuple[str, nn.Module] | Non
 
     Args:
         model: The model.
-        head: Name of the projection; with None, the projection is detected.
+        head: Name of the projection; if None, the projection is detected.
 
     Raises:
         ConfigError: No module has that name, or several layers qualify.

@@ -2,29 +2,31 @@
 
 On long sequences, an MLP's wide activations take most of the memory of a block's backward pass. The wide
 activations of a gated MLP are the outputs of two linear layers, an activation, an elementwise product and a
-gradient. With this callback, each MLP runs over tiles of its tokens, and each tile runs under torch's
-non-reentrant checkpoint. The MLP keeps only its input, and its backward pass recomputes one tile at a time.
+gradient. With this callback, each MLP is computed in tiles of its tokens, and each tile is checkpointed
+(non-reentrant). The MLP keeps only its input, and its backward pass recomputes one tile at a time.
 Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight gets one gradient.
 
-A child of a repeated block is treated as an MLP if it is token-wise: the output for a token depends on that
-token alone. A numeric test decides whether a module is token-wise; its name does not matter. Attention,
-routed experts, and modules with batch statistics or side effects are not tiled.
+A child of a repeated block is treated as an MLP if it has at least two weight matrices and is token-wise: the
+output for a token depends on that token alone. A numeric test decides whether a module is token-wise; its
+name does not matter. Attention, routed experts, and modules with batch statistics or side effects are not
+tiled.
 
-An MLP is tiled if its input has at least `min_tokens` tokens, and its wide activations exceed the budget. The
-wide activations take `tokens x widest x 5 x itemsize` bytes, and the number of tiles is their size divided by
-the budget. Tiles always lower the memory of the MLP's backward pass. The peak of the step may lie elsewhere,
-for example in the loss; `lightning-eff plan` predicts whether tiles lower the peak.
+An MLP is tiled if its input has at least `min_tokens` tokens, and its wide activations exceed the budget. If
+the widest activation has `widest` features, the wide activations take `tokens x widest x 5 x itemsize` bytes.
+The number of tiles is this size divided by the budget. Tiles always lower the memory of the MLP's backward
+pass. The peak of the step may lie elsewhere, for example in the loss; `lightning-eff plan` predicts whether
+tiles lower the peak.
 
-The default budget is the larger of 64 MiB and the input's size. A budget below this default gains little,
-because the rest of a block then holds more than a tile. The default also limits the number of tiles: an
-MLP that is four times as wide as its input gets at most 20. Each tile adds its gradient of a weight in the
-weight's dtype, so the sum rounds once per tile.
+The default budget is the larger of 64 MiB and the input's size. A smaller budget gains little, because the
+rest of a block then needs more memory than a tile. The default also limits the number of tiles: an MLP that
+is four times as wide as its input gets at most 20 tiles. The gradient of a weight is the sum over tiles in
+the weight's dtype, so the sum rounds once per tile.
 
 Saves: the wide activations of MLPs on long sequences.
-Costs: one more forward of the MLPs, which adds at most a third to their operations. A block that
-    `callbacks/gradient_checkpointing` recomputes costs nothing more. If such a block saves a tensor after the
-    MLP (for dropout, or for a norm of the MLP's output), the MLP is computed three times. Dropout inside an
-    MLP draws a mask per tile, so results are statistically equal, but not bit-identical.
+Costs: one more forward pass of the MLPs, which adds at most a third to their operations. If a block is
+    recomputed by `callbacks/gradient_checkpointing`, tiles cost no further pass. If such a block saves a
+    tensor after the MLP (for dropout, or for a norm of the MLP's output), the MLP is computed three times.
+    Dropout inside an MLP draws a mask per tile, so results are statistically equal, but not bit-identical.
 When not: sequences are short (a warning says so); the peak lies in the loss or the optimizer step; the MLP is
     not one module (`nn.TransformerEncoderLayer` has no module for it, and BERT has two). A model with only
     such MLPs gets a `NoEffectWarning`.
@@ -109,7 +111,7 @@ def tile_mlps(
 def _tile(
     model: nn.Module, modules: BlockSelector, tile_budget_mib: float | None, min_tokens: int
 ) -> tuple[dict[str, TiledForward], dict[str, str]]:
-    """Tile MLPs; return their new forwards, and the reasons that other children of blocks are not tiled."""
+    """Tile MLPs; return their new forwards, and the reasons why other children of blocks are not tiled."""
     budget_bytes = None if tile_budget_mib is None else max(1, int(tile_budget_mib * 2**20))
     tiled: dict[str, TiledForward] = {}
     refused: dict[str, str] = {}
@@ -148,8 +150,8 @@ class TiledMLP(Tiling):
 
     Args:
         modules: Class names or patterns of module names (`net.layers.*.mlp`), classes, or a predicate of name
-            and module; with None, the MLPs of repeated blocks are detected.
-        tile_budget_mib: Memory for the wide activations of one tile, in MiB; with None, the larger of 64 MiB
+            and module; if None, the MLPs of repeated blocks are detected.
+        tile_budget_mib: Memory for the wide activations of one tile, in MiB; if None, the larger of 64 MiB
             and the size of the MLP's input.
         min_tokens: Inputs with fewer tokens (samples x length) are not tiled.
 
@@ -265,9 +267,8 @@ class TiledForward:
 
     Args:
         module: The module.
-        token_wise: Result of `check_token_wise`; inputs with other numbers of axes than `ranks` are not
-            tiled.
-        budget_bytes: Memory for the wide activations of one tile; with None, the larger of 64 MiB and the
+        token_wise: Result of `check_token_wise`; an input is tiled only if its number of axes is in `ranks`.
+        budget_bytes: Memory for the wide activations of one tile; if None, the larger of 64 MiB and the
             size of the input.
         min_tokens: Inputs with fewer tokens are not tiled.
     """
@@ -350,7 +351,7 @@ class TiledForward:
     def _checkpointed(self, tile: Tensor, saved: Tensor, state: CallState) -> Tensor:
         first = [tile]  # the first run pops the tile, so that the checkpoint does not hold it
         run = functools.partial(self._run, first, state)
-        # `checkpoint` takes the device of random numbers and autocast from `saved`, which has no elements.
+        # `checkpoint` restores random states and autocast of the device of `saved`, which has no elements.
         early: Any = {"early_stop": self._stops_early}
         return checkpoint(run, saved, use_reentrant=False, **early)  # pyright: ignore[reportReturnType]
 

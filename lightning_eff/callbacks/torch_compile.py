@@ -3,17 +3,17 @@
 The compiled function replaces `forward` on the block's instance, so names and checkpoint keys stay the same.
 All blocks of a class share their graphs, so the compile time does not grow with depth. When shapes change,
 the compiler makes one more graph, which works for all shapes. The report lists graphs, recompilations, graph
-breaks with their reasons, and the compile time. At the compiler's limit of recompilations the run stops with
-an error, while torch itself would continue uncompiled.
+breaks with their reasons, and the compile time. If the compiler's limit of recompilations is reached, the run
+stops with an error. torch itself would continue with uncompiled code.
 
-Why not `self.net = torch.compile(self.net)`: this adds `_orig_mod` to every checkpoint key. Why not the full
-LightningModule: its steps call `self.log`, and DDP calls the steps through DDP's own forward.
+Why not `self.net = torch.compile(self.net)`: this adds `_orig_mod` to every checkpoint key. Why not compile
+the full LightningModule: its steps call `self.log`, and DDP calls the steps through DDP's own forward.
 
 Saves: time, because pointwise operations are fused into a few kernels.
-Costs: seconds to minutes of compiling in the first steps, for a new shape, and for validation. Compiling
-    takes less time if the cache has the graphs of an earlier run.
+Costs: seconds to minutes of compiling in the first steps, at a new shape, and in the first validation.
+    Compiling takes less time if the cache has the graphs of an earlier run.
 When not: runs shorter than the compile time; models with many graph breaks, which the report counts.
-Conflicts: inductor, the default backend, needs a C++ compiler on the CPU and a C compiler on a GPU.
+Conflicts: inductor, the default backend, needs a C++ compiler for a CPU, and a C compiler for a GPU.
     Recomputed blocks must be compiled one by one (`target=blocks`), not as parts of a larger module.
 Source: Ansel et al. 2024, https://doi.org/10.1145/3620665.3640366;
     https://docs.pytorch.org/docs/stable/torch.compiler.html
@@ -63,7 +63,7 @@ RECOMPILATIONS_PER_PART = 8
 BUDGET_BACKENDS = ("inductor", "aot_eager_decomp_partition")
 """Backends that choose which activations a graph keeps for its backward pass."""
 GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
-"""Modes that record CUDA graphs, which cannot hold memory that a recomputation allocates."""
+"""Modes that record CUDA graphs. A CUDA graph cannot contain memory that a recomputation allocates."""
 
 
 def compile_in_place(
@@ -75,11 +75,11 @@ def compile_in_place(
         model: Any module; parts that are already compiled do not change.
         target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or a list of
             these.
-        blocks: Blocks to compile; None takes the repeated blocks.
+        blocks: Blocks to compile; if None, the repeated blocks.
         options: Options of `torch.compile`.
 
     Returns:
-        A dictionary from part names to functions that undo the compilation.
+        A dictionary that maps the names of parts to functions that undo the compilation.
 
     Raises:
         ConfigError: The model has no part with the name in `target`.
@@ -115,7 +115,7 @@ def _resolve(model: nn.Module, target: str, blocks: BlockSelector) -> dict[str, 
     if target == "blocks":
         return dict(model_surgery.select_blocks(model, blocks))
     if target == "forward":
-        # Compiling a LightningModule would compile its steps, which call `self.log`: compile only `forward`.
+        # Compiling a LightningModule would compile its steps, which call `self.log`. Compile only `forward`.
         return {target: model.forward if isinstance(model, pl.LightningModule) else model}
     part: Any = model
     for name in target.split("."):
@@ -136,11 +136,11 @@ class TorchCompile(Managed):
 
     Args:
         target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or a list.
-        blocks: Blocks to compile, by class names or patterns of module names; None takes the repeated blocks.
+        blocks: Blocks to compile, by class names or patterns of module names; if None, the repeated blocks.
         backend: `inductor`, or another backend that torch lists; `aot_eager` and `eager` need no compiler.
         mode: `default`, `reduce-overhead`, `max-autotune`, `max-autotune-no-cudagraphs`; None is `default`.
         dynamic: True makes graphs for all shapes in the first step, and False makes one graph per shape. With
-            None, a graph for all shapes is made when shapes change for the first time.
+            None, the first change of a shape leads to one graph for all shapes.
         fullgraph: Raise an error at a graph break, instead of reporting the break.
         cache_dir: Folder in which inductor keeps compiled code for the next run; None keeps torch's default.
             The environment variable `TORCHINDUCTOR_CACHE_DIR` takes precedence.
@@ -240,7 +240,7 @@ class TorchCompile(Managed):
         self.cleanup.callback(model_surgery.restore, pl_module)
         model_surgery.queue(trainer, pl_module, Stage.COMPILE, self._apply)
         if stage == "fit":
-            # An earlier run in this process may have compiled the same code under other settings.
+            # An earlier run in this process may have compiled the same code with other settings.
             torch.compiler.reset()
             self._compilations = Compilations()
         self._num_parts, self._cache = 0, None
@@ -360,10 +360,10 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 @contextmanager
 def cache_in(folder: Path | None) -> Generator[Path]:
-    """Keep compiled graphs and kernels in a folder until the context ends; yield the folder that is used.
+    """Inside the context, store compiled graphs and kernels in a folder; yield the folder that is used.
 
     Inductor and Triton name each file by a hash of its sources, so a file is never used for another model,
-    torch version or GPU. Inductor and Triton write by rename and use locks, so ranks and runs may share a
+    torch version or GPU. Both rename complete files into place and use locks, so ranks and runs may share a
     folder. By default, torch uses the system's temporary folder, which containers and clusters empty. Folders
     set in the environment take precedence, because a cluster's administrator knows which disks have space.
 
@@ -378,7 +378,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
     # Clears the caches in memory, which still describe files of the previous folder.
     forget_files = torch_private("torch._inductor.utils:clear_caches", "cache_dir")
     named = before[INDUCTOR]
-    # torch sets the variable to its default at the first compilation, which is not a choice of the user.
+    # At the first compilation, torch itself sets the variable to its default. The user did not choose this.
     is_named = bool(named) and Path(named).absolute() != Path(default)
     own = Path(named or default)
     path = own if folder is None or is_named else folder.expanduser().absolute()
@@ -406,7 +406,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
 
 
 def _largest_part(model: nn.Module) -> str:
-    """Return `forward` if the model's class defines it, else the name of the largest child, or ""."""
+    """Return `forward` if the model's class defines it, else the largest child's name; empty if no child."""
     defines = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), nn.Module)
     if defines is not nn.Module and not defines.__module__.startswith("lightning."):
         return "forward"

@@ -1,19 +1,19 @@
 """Compute linear layers with our tiled GEMM, and accumulate weight gradients in place.
 
 Every trained `nn.Linear` with enough features gets the class `TritonLinear`; parameters, names and
-checkpoints stay the same. On a CUDA GPU, the first call with a new shape measures torch's library and the
-most promising configs of our kernels. Our kernels are used if they are more than 3 % faster than the library;
-later runs read the choice from a file (kernels/dispatch.py). If GradientAccumulation or MicroBatch runs
-several backward passes per step, the GEMM adds a weight's gradient directly to `weight.grad`. So no second
-tensor of the gradient's size is allocated, whichever library computes the product. Layers that gain nothing
-are converted back after the first batch.
+checkpoints stay the same. On a CUDA GPU, the first call with a new shape measures the times of torch's
+library and of the most promising configs of our kernels. Our kernels are used if they are more than 3 %
+faster than the library; later runs read the choice from a file (kernels/dispatch.py). If GradientAccumulation
+or MicroBatch runs several backward passes per step, the GEMM adds a weight's gradient directly to
+`weight.grad`. So neither our kernels nor the library allocate a second tensor of the gradient's size. Layers
+that gain nothing are converted back after the first batch.
 
 Saves: a second copy of each large weight gradient if a step has several backward passes; with `fuse_mlps`,
     half of an MLP's wide activations.
 Costs: measurements in the first step of the first run on a GPU. The measurements take about 0.1 s per shape
-    (predicted), plus seconds to compile each new kernel. They also need 256 MiB, and memory for two more
-    results. A layer that uses our kernels or accumulates in place costs a few microseconds of Python time.
-    With `fuse_mlps`, activations are computed a second time in the backward pass.
+    (predicted), plus seconds to compile each new kernel. The measurements also need 256 MiB, and memory for
+    two more results. Each call of a layer that uses our kernels or accumulates in place costs a few
+    microseconds of Python time. With `fuse_mlps`, the backward pass computes activations a second time.
 When not: steps have one backward pass and there is no CUDA GPU; the blocks are compiled.
 Conflicts: `callbacks/torch_compile`, which computes the layers of compiled blocks. Subclasses of `nn.Linear`,
     and layers that are frozen when the run begins, are not converted.
@@ -58,8 +58,8 @@ def swap(
     Args:
         model: Any module; layers that are already converted do not change.
         min_features: Layers with fewer input or output features stay `nn.Linear`.
-        blocks: Blocks of the model whose layers are converted; with None, the full model.
-        accumulation: Inside this context, weight gradients may be added in place; with None, they never are.
+        blocks: Blocks of the model whose layers are converted; if None, the full model.
+        accumulation: Context in which weight gradients may be added in place; if None, they never are.
 
     Returns:
         The converted layers by name; `unswap` converts a layer back.
@@ -105,10 +105,10 @@ class TritonGemm(Managed):
 
     Args:
         min_features: Layers with fewer input or output features are not converted.
-        blocks: Blocks to convert, by class, name (`blocks.*.mlp`) or predicate; with None, the full model.
+        blocks: Blocks to convert, by class, name (`blocks.*.mlp`) or predicate; if None, the full model.
         accumulate: Add weight gradients in place if a step has several backward passes.
-        fuse_mlps: Compute each MLP of GPT- and Llama-like blocks as one function. The function keeps half as
-            many activations, and recomputes the others in the backward pass.
+        fuse_mlps: Compute each MLP of GPT- and Llama-like blocks as one function. The function stores half
+            as many activations, and recomputes the others in the backward pass.
 
     Raises:
         ConfigError: A value is outside its range, or `blocks` matches nothing.
@@ -217,8 +217,8 @@ class TritonGemm(Managed):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Set whether the step may have several backward passes, so that layers prepare to add gradients."""
-        # The last step has changed the weights, so the cached casts are out of date.
+        """Drop cached casts, and tell the layers whether the step may have several backward passes."""
+        # The previous step has changed the weights, so the cached casts are out of date.
         forget_copies()
         self._accumulation.is_expected = self._step is not None and self._step.may_have_several_passes
 

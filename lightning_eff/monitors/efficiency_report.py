@@ -3,12 +3,12 @@
 The report is printed at the end of `fit`. The report is also written as `efficiency.json` (the ledger) and
 `report.html` next to the run's other files. A failed run writes its report too, with the reason for the
 failure. The report of a failed run is updated after the last checkpoint. All training batches except the
-first few are timed; validation is excluded. Peak memory is the allocator's peak. A CPU has no allocator peak,
-so its peak memory is the maximum of live bytes in the first batches, counted storage by storage. Compiled
-models are timed, but their operations are not counted, because a compiled graph does not dispatch each
-operation. MFU is shown for GPUs with a published peak. Parts of a step, modules and kinds of operations are
-timed in eleven later batches (report/step_time.py). A notebook that displays the monitor shows the page.
-After an OOM error on CUDA, `memory_snapshot.pickle` has every block of the allocator. With
+first few are timed; validation is excluded. Peak memory is the allocator's peak. On a CPU, the allocator
+records no peak, so peak memory is the maximum of live bytes in the first batches, counted storage by storage.
+Compiled models are timed, but their operations are not counted, because a compiled graph does not dispatch
+each operation. MFU is shown for GPUs with a published peak. Parts of a step, modules and kinds of operations
+are timed in eleven later batches (report/step_time.py). If a notebook displays this callback, the page is
+shown. After an OOM error on CUDA, `memory_snapshot.pickle` lists every block of the allocator. With
 `record_memory_history`, the snapshot also has the stack trace of each allocation, and allocations are slower.
 
 The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
@@ -18,7 +18,7 @@ The Trainer's loggers get these figures every `log_every_n_steps` optimizer step
 Saves: nothing.
 Costs: a few Python calls per batch. The first batches run slower because their operations are counted. Three
     later batches run slower because their modules or operations are timed. The throughput excludes all slower
-    batches. With a logger, one pass over the gradients in each logged step.
+    batches. If the Trainer has a logger, each logged step makes one more pass over the gradients.
 When not: batches of less than a millisecond.
 Conflicts: none.
 Source: MFU as in Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B, with counted instead
@@ -69,12 +69,12 @@ class EfficiencyReport(pl.Callback):
     If a Trainer has several `EfficiencyReport` callbacks, only the first callback writes a report.
 
     Args:
-        dirpath: Folder for the ledger and the page; with None, the Trainer's log folder.
-        num_warmup_batches: Number of untimed batches after the counted first batches.
+        dirpath: Folder for the ledger and the page; if None, the Trainer's log folder.
+        num_warmup_batches: Number of further batches that are not timed, after the counted first batches.
         count_first_batches: Count the floating-point operations of the first batches and, on a CPU, their
             live bytes. Compiled modules are never counted. Set False if the model calls a function compiled
             with `fullgraph=True`.
-        baseline: Folder or `efficiency.json` of another run, to which the page compares this run.
+        baseline: Folder or `efficiency.json` of another run, with which the page compares this run.
         record_memory_history: Record the stack trace of each CUDA allocation, for `memory_snapshot.pickle`.
 
     Raises:
@@ -169,8 +169,8 @@ class EfficiencyReport(pl.Callback):
     ) -> None:
         if self.meter is None:
             return
-        # The random states before the first two batches show whether a batch draws random numbers (for
-        # `compare`).
+        # For `compare`, the random states before the first two batches show whether a batch draws random
+        # numbers.
         if len(self._random_states) < 2:
             self._random_states.append(random_states.capture(self.meter.device))
         if self.meter.recorder is not None and not self.meter.probe.num_batches:

@@ -46,14 +46,14 @@ class GradientCheck(pl.Callback):
     """Stop a run whose first step left parameters without a finite gradient, or whose loss stays non-finite.
 
     Args:
-        unused: Name patterns (`decoder.*`) of parameters that need no gradient; with None, every parameter
+        unused: Name patterns (`decoder.*`) of parameters that need no gradient; if None, every parameter
             needs a gradient.
         max_nonfinite_steps: Number of consecutive steps with a NaN or infinite loss after which the run
-            stops; with None, losses are not checked.
+            stops; if None, losses are not checked.
 
     Raises:
         GradientError: A parameter has no finite gradient after its optimizer's first step, or the loss was
-            not finite in `max_nonfinite_steps` consecutive steps. A run without a backward pass raises too.
+            not finite in `max_nonfinite_steps` consecutive steps. Also raised if no backward pass ran.
 
     Example:
         >>> check = GradientCheck(unused=["teacher.*"])

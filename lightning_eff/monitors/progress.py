@@ -141,7 +141,7 @@ class Progress(ProgressBar):
         return f"memory {human_bytes(now_bytes)}, peak {human_bytes(most_bytes)}"
 
     def _data_wait(self, trainer: pl.Trainer) -> list[str]:
-        """Return the fraction of batch time that was data wait since the last call; empty without a meter."""
+        """Describe how much time since the last call was spent waiting for data; empty without a meter."""
         callbacks = rules.callbacks_of(trainer)
         meters = [each.meter for each in callbacks if isinstance(each, EfficiencyReport) and each.meter]
         if not meters:

@@ -38,8 +38,8 @@ class TextSample(pl.Callback):
         seed: Seed for the sample.
 
     Raises:
-        ConfigError: `num_tokens` is not positive, or the module has no `generate` or the data module has no
-            `tokenizer` at the start of `fit`.
+        ConfigError: `num_tokens` is not positive; or, at the start of `fit`, the module has no `generate` or
+            the data module has no `tokenizer`.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[TextSample(prompt="import ")], logger=False, accelerator="cpu")
@@ -99,7 +99,7 @@ class TextSample(pl.Callback):
 def check_language_model(
     model: Any, data: Any, *, user: str, remedies: Sequence[Remedy] = (), is_set_up: bool = True
 ) -> None:
-    """Check that a model has `generate` and, if its data module `is_set_up`, that the data has a tokenizer.
+    """Check that a model has `generate` and, if `is_set_up` is true, that its data module has a tokenizer.
 
     Raises:
         ConfigError: The model or the data module does not fit; the message names `user`, the feature that

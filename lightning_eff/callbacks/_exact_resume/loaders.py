@@ -7,13 +7,13 @@ Fabric or a custom loop. A resumed pass runs in three steps:
    get the same seeds.
 2. Skip the batches that were already trained on, and draw only their indices. If workers may draw random
    numbers, or if the dataset has no indices, the skipped batches are loaded and dropped.
-3. Set the random states from the save, so that the next training step draws the same numbers.
+3. Restore the random states that were saved, so that the next training step draws the same numbers.
 
 In torch 2.13, `iter(loader)` first calls `iter(sampler)` and then draws the workers' seed. The sampler draws
 its order when the first indices are requested. A loader with workers requests indices immediately.
 
-A stateful loader (torchdata, litdata, Hugging Face) keeps its own position. If a loader has no length,
-Lightning fetches one batch ahead, so the loader's state from before that batch must be saved.
+A stateful loader (torchdata, litdata, Hugging Face) tracks its own position. If a loader has no length,
+Lightning fetches one batch ahead. The checkpoint must then have the loader's state from before that batch.
 """
 
 from __future__ import annotations
@@ -47,29 +47,30 @@ from lightning_eff.core.random_states import RandomStates, differing, has_global
 
 LATE_DRAWS = "the sampler draws random numbers while it is read: samples may be seen again"
 NUM_HASHED = 16
-"""Number of batches at the start of a pass whose indices are hashed, to verify the order."""
+"""To verify the order, the indices of this number of batches are hashed at the start of each pass."""
 
 
 class IndexStream:
     """Wraps a loader's batch sampler, so that a resumed pass can skip batches without loading their samples.
 
     A loader calls `iter` on this stream, then draws its workers' seed, then requests the first indices. To
-    repeat the saved order, the random states must be as saved at the call of `iter` and at this request.
+    repeat the saved order, the random states must equal the saved states at both moments: when `iter` is
+    called, and when the first indices are requested.
 
     Args:
-        source: The loader's batch sampler, or the sampler of a loader without batches. The name `sampler` is
+        source: The loader's batch sampler, or its sampler if the loader does not batch. The name `sampler` is
             avoided, because Lightning calls `set_epoch` on an attribute with that name.
         run: State shared by this rank's loaders.
     """
 
     is_resumed = False
-    """Whether the next pass continues a saved pass, with the random states in `first_states`."""
+    """Whether the next pass continues a saved pass; `first_states` then has the pass's random states."""
     num_skipped = 0
     """Number of batches that a resumed pass skips."""
     is_asked = False
     """Whether the loader has called `iter` on this stream in its current pass."""
     remaining: list[Any] | None = None
-    """Indices of all batches of the next pass, which replace the sampler's indices; None uses the sampler."""
+    """Indices of each batch of the next pass. If this list is None, the sampler draws the indices."""
     first_states: RandomStates | None = None
     """Random states when the loader requested the first indices of the current pass."""
 
@@ -84,10 +85,10 @@ class IndexStream:
         return self._pass(self.hashed(iter(self.source))) if remaining is None else iter(remaining)
 
     def hashed(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Yield the sampler's indices, and store hashes of the first batches in `hashes`."""
+        """Yield the sampler's indices, and store the hashes of the first `NUM_HASHED` batches in `hashes`."""
         self.hashes.clear()
         for batch in itertools.islice(indices, NUM_HASHED):
-            with contextlib.suppress(TypeError, AttributeError):  # other index types
+            with contextlib.suppress(TypeError, AttributeError):  # indices of other types get no hash
                 # Hash JSON text: indices may be ints, arrays or lists, and equal indices give equal text.
                 text = json.dumps(batch, default=lambda array: array.tolist())
                 self.hashes.append(zlib.crc32(text.encode()))
@@ -103,15 +104,15 @@ class IndexStream:
         if is_resumed:
             self.first_states = self.first_states or current
             run.restore(self.first_states)
-            # Samplers draw their order with the first index, so take one index with these random states.
-            # This index is the first of the skipped indices, or is yielded below if nothing is skipped.
+            # Samplers draw their order when the first index is requested, so request one index under these
+            # random states. The index is the first skipped index; if nothing is skipped, it is yielded below.
             taken = list(itertools.islice(indices, 1))
             first = run.capture()
             deque(itertools.islice(indices, max(0, num_skipped - 1)), maxlen=0)
             if has_global(differing(run.capture(), first)):
                 run.inexact.append(LATE_DRAWS)
-            # If nothing is skipped, do not restore the user's own generators ("generator.0"): the request of
-            # the first index has just advanced the sampler's generator to the right position.
+            # If nothing is skipped, do not restore the user's own generators ("generator.0"), because the
+            # request of the first index has just advanced the sampler's generator to the right position.
             run.restore({k: v for k, v in current.items() if num_skipped or "." not in k})
             yield from () if num_skipped else taken
         else:
@@ -130,7 +131,7 @@ class IndexStream:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value) if hasattr(IndexStream, name) else setattr(self.source, name, value)
 
-    # For `isinstance(loader.batch_sampler, ...)` in users' code and libraries.
+    # Users' code and libraries check `isinstance(loader.batch_sampler, ...)`, which must still succeed.
     __class__ = property(lambda self: type(self.source))  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @override
@@ -139,7 +140,7 @@ class IndexStream:
 
 
 class ExactLoader(LoaderWrapper):
-    """Wraps any training loader, and adds a position that can be saved and resumed.
+    """Wraps any training loader, and adds a position that can be saved and restored.
 
     Args:
         loader: The loader to wrap.
@@ -154,7 +155,7 @@ class ExactLoader(LoaderWrapper):
         self.num_batches = 0
         self.is_over = False
         self.is_shared = False
-        """Whether this pass covers this rank's part of an epoch that began on another number of ranks."""
+        """Whether this pass covers this rank's part of an epoch that began on a different number of ranks."""
         self._start: RandomStates | None = None
         self._begun: RandomStates | None = None
         self._first: RandomStates | None = None
@@ -178,12 +179,12 @@ class ExactLoader(LoaderWrapper):
         num_dropped = 0 if is_stateful(self.loader) else self.num_batches
         if stream is not None:
             stream.first_states, stream.is_asked = self._first, False
-            # If the save came before the first batch, the sampler had not drawn its order yet.
+            # If the checkpoint was saved before the first batch, the sampler had not drawn its order yet.
             stream.is_resumed = position is not None and self.num_batches + run.num_pending_ahead > 0
             stream.remaining = None if position is None else self._remaining(position)
             self.is_shared = stream.remaining is not None
             is_replayed = run.replays and getattr(self.loader, "num_workers", 0) > 0
-            # Skip batches by index, unless workers may draw random numbers: then load and drop the batches.
+            # Skip batches by index. If workers may draw random numbers, load and drop the batches instead.
             is_skipped = self.is_shared or not is_replayed
             stream.num_skipped = num_dropped if is_skipped else 0
             num_dropped -= stream.num_skipped
@@ -201,7 +202,8 @@ class ExactLoader(LoaderWrapper):
         return self._batches(iterator, None if self.is_shared else position, is_begun=num_dropped > 0)
 
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
-        # Lightning fetches one batch ahead from such a loader, so also keep the state before the last batch.
+        # Lightning fetches one batch ahead from a stateful loader without a length, so also keep the state
+        # from before the last fetched batch.
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
         is_begun |= self.stream is not None
         while True:
@@ -222,7 +224,7 @@ class ExactLoader(LoaderWrapper):
             yield batch
 
     def _begin(self) -> Position | None:
-        """Set the first random states of a resumed pass and return its position; None for a new pass."""
+        """Set the random states in which a saved pass began, and return its position; None for a new pass."""
         run, loader = self.run, self.loader
         if run.pending is not None and getattr(loader, "persistent_workers", False):
             run.inexact.append("persistent workers do not keep their random states")
@@ -278,8 +280,8 @@ class ExactLoader(LoaderWrapper):
             return None
         # In every step, each of the saved ranks took `batch_size` samples from the common order.
         rest = order[saved.num_batches * saved.batch_size * run.num_saved_ranks :]
-        # As in torch's DistributedSampler, repeat samples until all ranks get the same number. Rank r takes
-        # the samples r, r + num_ranks, r + 2 * num_ranks, and so on.
+        # As in torch's DistributedSampler, repeat samples until all ranks get the same number of samples.
+        # Rank r takes the samples r, r + num_ranks, r + 2 * num_ranks, and so on.
         rest += rest[: -len(rest) % run.num_ranks]
         own = rest[run.rank :: run.num_ranks]
         batches = [own[i : i + saved.batch_size] for i in range(0, len(own), saved.batch_size)]
@@ -294,7 +296,7 @@ class ExactLoader(LoaderWrapper):
         if saved.order in ("sequential", "distributed in order"):
             return list(samples)
         if saved.order == "distributed":
-            # A sampler for a single rank yields the common order that all ranks divide.
+            # A sampler for a single rank yields the common order, which all ranks share.
             sampler = DistributedSampler[int](samples, num_replicas=1, rank=0, seed=saved.seed)
             sampler.set_epoch(saved.epoch)
             return list(sampler)
@@ -303,7 +305,7 @@ class ExactLoader(LoaderWrapper):
         current = self.run.capture()
         self._begin_order(saved)
         order = list(RandomSampler(samples, generator=getattr(self.loader, "generator", None)))
-        # Drawing the order has advanced the generators, which the run still needs in their former states.
+        # Drawing the order has advanced the generators, so restore the states from before the drawing.
         self.run.restore(current)
         return order
 
@@ -335,7 +337,7 @@ class ExactLoader(LoaderWrapper):
             if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
             self.run.restore(saved.start)
-            indices = iter(self.stream.source)  # draws the order of some samplers; others draw with an index
+            indices = iter(self.stream.source)  # some samplers draw their order here, others at an index
             self._begin_order(saved)
             deque(itertools.islice(self.stream.hashed(indices), len(saved.hashes)), maxlen=0)
         self.check_order(saved)
@@ -361,7 +363,7 @@ class ExactLoader(LoaderWrapper):
     def position(self, num_ahead: int) -> Position:
         """Return the position `num_ahead` batches before the last batch that was handed out."""
         sampler, dataset = sampler_of(self.loader), getattr(self.loader, "dataset", None)
-        # Save `first` only if it differs from the states just after the pass began, which is rare.
+        # Save `first` only if it differs from the states just after the pass began. A difference is rare.
         first = self._first if self.stream is None else self.stream.first_states
         is_needed = first is not None and (self._begun is None or differing(first, self._begun))
         return Position(
@@ -395,7 +397,7 @@ class ExactLoader(LoaderWrapper):
 
 
 class StatefulExactLoader(ExactLoader):
-    """Wraps a stateful loader, so that Lightning saves as many loader states as without this callback."""
+    """Wraps a stateful loader. Other wrappers have no `state_dict`, so Lightning saves no states for them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state."""
@@ -409,8 +411,9 @@ class StatefulExactLoader(ExactLoader):
 class StandaloneLoader(ExactLoader):
     """A loader for use without a Trainer; its state has the position and random states of each rank.
 
-    Under Fabric, this class replaces Fabric's loader, sets the sampler's epoch, and moves batches to the GPU.
-    Fabric's loader would begin a pass only at the first batch, too late for the random states of the pass.
+    With Fabric, this class replaces Fabric's loader, sets the sampler's epoch, and moves batches to the
+    device. Fabric's loader would begin a pass only at the first batch, but the random states of the pass are
+    set when `iter` is called.
     """
 
     OWN = (*ExactLoader.OWN, "fabric_loader", "num_passes")
@@ -444,7 +447,7 @@ class StandaloneLoader(ExactLoader):
         """Return the position of each rank, and the loader's own state; all ranks must call this method."""
         is_between = self.is_over or self._start is None
         positions = of_all_ranks(self.run.position(is_over=is_between))
-        # If saved within a pass, the resumed loader begins with the same pass number.
+        # If the state is saved within a pass, the resumed loader begins with the same pass number.
         num_passes = self.num_passes - (not is_between)
         return {"positions": positions, "own": self.own_state(), "num_passes": num_passes}
 
@@ -461,7 +464,7 @@ def observe(loader: Any, run: ResumableRun) -> Any:
     if has_indices and not is_stateful(loader):
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, name)
-        # A loader that is observed again gets a new stream around its original sampler.
+        # If a loader is observed a second time, it gets a new stream around its original sampler.
         sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
         # `DataLoader.__setattr__` forbids a new sampler after construction.
         object.__setattr__(loader, name, IndexStream(sampler, run))
@@ -480,12 +483,12 @@ def sampler_of(loader: Any) -> Any:
     sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if sampler is None else sampler
     sampler = sampler.source if isinstance(sampler, IndexStream) else sampler
-    # A batch sampler holds the sampler of single indices as its attribute `sampler`.
+    # A batch sampler has an attribute `sampler`, which is the sampler of single indices.
     return getattr(sampler, "sampler", sampler)
 
 
 def sampler_with_epoch(loader: Any) -> Any:
-    """Return the sampler or batch sampler with the epoch that decides a loader's order, or None."""
+    """Return a loader's sampler or batch sampler if it has a method `set_epoch`, or None."""
     samplers = (sampler_of(loader), getattr(loader, "batch_sampler", None))
     return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 

@@ -32,8 +32,8 @@ class Position:
         start: Random states when the pass began.
         first: Random states when the first indices were requested; None if these states equal the states just
             after the pass began.
-        order: Kind of order: `sequential`, `random`, `distributed`, `distributed in order`, or the sampler's
-            class.
+        order: Kind of order: `sequential`, `random`, `distributed`, `distributed in order`, or the name of
+            the sampler's class.
         seed: Seed of a distributed sampler.
         epoch: Epoch of the sampler, or of the run if the sampler has no epoch.
         num_samples: Length of the dataset; -1 if the dataset has no length.
@@ -61,12 +61,12 @@ class RankPosition:
     """The positions of a rank's loaders, and its random states.
 
     Args:
-        now: Random states at the save.
+        now: Random states when the position was saved.
         num_ahead: Batches that Lightning had fetched after the last trained batch: 1 for a loader without a
             length, else 0.
-        is_over: Whether the epoch had ended, so that the loaders begin a new pass.
+        is_over: Whether the epoch had ended. If so, the loaders begin a new pass.
         loaders: Positions in Lightning's order of loaders.
-        notes: Reasons why a run that resumes here is not exact.
+        notes: Reasons why a run that resumes at this position is not exact.
     """
 
     now: RandomStates
@@ -84,11 +84,11 @@ def num_ranks() -> int:
 def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
     """Gather the positions of all ranks in plain types, for a checkpoint; all ranks must call this function.
 
-    A loader's position takes about 16 kB, because random states that equal those at the save are omitted.
+    Random states that equal `own.now` are omitted, so a loader's position takes about 16 kB.
     """
     content = asdict(own)
     for loader in content["loaders"]:
-        # Keep only the states that differ from those at the save; `_from_plain` adds the other states.
+        # Keep only the states that differ from `own.now`; `_from_plain` adds the other states.
         loader["start"] = differing(loader["start"], own.now)
         loader["first"] = loader["first"] and differing(loader["first"], own.now)
     if num_ranks() == 1:
@@ -154,23 +154,23 @@ class ResumableRun:
         self.epoch: Callable[[], int] = int
         """Function that returns the number of the epoch, for samplers without an attribute `epoch`."""
         self.pending: RankPosition | None = None
-        """The position to resume; None once its random states are restored."""
+        """The position at which to resume; None after its random states have been restored."""
         self.num_saved_ranks = 1
         self.is_begun = False
         """Whether a pass has begun at the pending position."""
         self.is_before_epoch = False
-        """Whether the loaders must delay the next epoch's pass until the epoch's start hooks have run."""
+        """Whether the loaders must wait for the epoch's start hooks before they begin the epoch's pass."""
         self.num_remaining: list[int] = []
-        """Remaining batches of the epoch per loader, if the number of ranks has changed."""
+        """If the number of ranks has changed, the number of remaining batches of the epoch, per loader."""
         self.did: list[str] = []
         self.inexact: list[str] = []
         """Differences from the saved run."""
         self.is_order_checked = True
         """Whether hashes of indices have verified the order of every loader."""
         self.report: Callable[[], None] | None = None
-        """Called after the first batch of a resumed run, when all differences are known."""
+        """Function to call after the first batch of a resumed run, when all differences are known."""
         self.refusal = ""
-        """The error that stops the run. Raised by `before_batch`, since Lightning hides errors in `iter`."""
+        """Reason to stop the run. `before_batch` raises the error, since Lightning hides errors in `iter`."""
         self.isolated: RandomStates | None = None
         """Random states before the validation that is running; training continues with these states."""
         self.undo = ExitStack()
@@ -198,7 +198,7 @@ class ResumableRun:
         Args:
             is_over: Whether the epoch has ended.
             is_in_step: Whether the last batch is still in training; a resumed run then repeats this batch.
-            notes: Reasons why a run that resumes here is not exact.
+            notes: Reasons why a run that resumes at this position is not exact.
         """
         if self.pending is not None:  # no batch was trained on since the resume
             changed = [] if self.num_saved_ranks == self.num_ranks else ["saved before other ranks continued"]
@@ -213,13 +213,13 @@ class ResumableRun:
         return RankPosition(now, num_ahead, is_over, loaders, notes)
 
     def resume(self, positions: list[RankPosition]) -> None:
-        """Let the next passes begin at the positions of a checkpoint, one per saved rank.
+        """Let the next passes begin at the saved positions; a checkpoint has one position per saved rank.
 
         If the number of ranks has changed, the ranks of this run divide the remaining samples of the epoch.
-        An uninterrupted run would draw other random numbers.
+        The random numbers then differ from the numbers of an uninterrupted run.
         """
         self.num_saved_ranks = len(positions)
-        # A rank without a saved position uses another rank's, because all ranks divide the same samples.
+        # A rank without a saved position uses the last rank's, because all ranks divide the same samples.
         self.pending = positions[min(self.rank, len(positions) - 1)]
         self.is_begun, self.refusal = False, ""
         self.did, self.num_remaining, self.is_order_checked = [], [], True
@@ -240,7 +240,7 @@ class ResumableRun:
             self._num_requests = 0
         if self.pending.is_over or index >= len(self.pending.loaders):
             if not index:
-                # The next epoch begins with the random states from the save.
+                # The next epoch begins with the random states that were saved.
                 self.restore(self.pending.now)
             return None
         return self.pending.loaders[index]
@@ -251,14 +251,14 @@ class ResumableRun:
         return 0 if self.pending is None else self.pending.num_ahead
 
     def before_batch(self, loader: object) -> None:
-        """Set the saved random states before the first batch that was not yet fetched at the save.
+        """Restore the saved random states before the first batch that was not fetched before the save.
 
         Raises:
             ConfigError: The dataset or the batch size has changed since a save in the middle of an epoch.
         """
         if self.refusal:
             raise ConfigError(key="state_dict", value="in mid-epoch", allowed=self.refusal)
-        # Lightning requests one batch from each loader in turn, so the first loader's requests count steps.
+        # Lightning requests one batch from each loader in turn, so requests to the first loader count steps.
         if self.pending is None or not self.is_begun or loader is not self.loaders[0]:
             return
         self._num_requests += 1
