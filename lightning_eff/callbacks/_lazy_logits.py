@@ -68,7 +68,7 @@ class Form:
 
     Args:
         temperature: Divisor of the logits.
-        softcap: Bound of the logits; with None, no tanh is applied.
+        softcap: Bound of the logits; if None, no tanh is applied.
         is_class_second: Whether the classes are the second axis, as in `F.cross_entropy`.
         is_log: Whether a log-softmax is applied last.
     """
@@ -360,10 +360,10 @@ class LateProjection:
 
     @_untraced
     def compute(self, call: Call, reader: str) -> None:
-        """Compute all logits of a call that are still referenced, as the model would have computed them.
+        """Compute those logits of a call that are still referenced, as the model would compute them.
 
-        Derived logits are computed at the same time. A later in-place write then changes only a tensor and
-        its views, but no other logits.
+        Derived logits are computed at the same time. A later in-place write then changes a tensor and its
+        views, but no other logits.
         """
         self.readers[reader] += 1
         for each in call.logits:
@@ -587,8 +587,8 @@ RULES: dict[Any, Callable[[LazyLogits, Use], Any]] = {
     )
     for func in functions
 }
-"""Rules of the functions that accept lazy logits; every other function gets full logits.
+"""Rules for the functions that accept lazy logits; every other function gets full logits.
 
-A rule returns the function's result, or a dictionary of changed arguments of `_lazy` for derived logits. A
+A rule returns the function's result or, for derived logits, a dictionary of changed arguments of `_lazy`. A
 rule returns None if the function needs full logits.
 """

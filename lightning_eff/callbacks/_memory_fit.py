@@ -124,7 +124,7 @@ class Segments:
 
 
 class RecordBlocks(pl.Callback):
-    """Applies policies to the blocks of a predicted model, and marks where each block starts."""
+    """Applies policies to the blocks of a model in a predicted run, and marks where each block starts."""
 
     def __init__(self, policies: Policies, blocks: BlockSelector, recorder: Recorder) -> None:
         self.marks: list[tuple[str, int, int]] = []

@@ -90,7 +90,7 @@ def keep_outputs(
         return operation in operations
 
     forward, recomputation = create_selective_checkpoint_contexts(policy)
-    # `policy` refers only to the storage, because a reference cycle with `forward` would keep all outputs.
+    # `policy` refers only to the storage: a reference cycle with `forward` would keep all outputs alive.
     storage = forward.storage
     return forward, _Recomputation(recomputation, storage)
 
@@ -288,7 +288,7 @@ def recompute(
     every_n_blocks: int = 2,
     blocks: BlockSelector = None,
 ) -> dict[str, RecomputedBlock]:
-    """Recompute blocks of a model, for Fabric or your own training loop.
+    """Recompute blocks of a model, with Fabric or in your own training loop.
 
     Args:
         model: Any module; blocks that are already recomputed do not change.

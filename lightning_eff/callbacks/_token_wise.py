@@ -1,7 +1,7 @@
-"""Test whether a module computes each token from that token alone, without reading the module's weights.
+"""Test, without reading a module's weights, whether the module computes each token from that token alone.
 
 `callbacks/tiled_mlp` calls `check_token_wise` before it tiles a module. The test checks in float64 that
-`f(x) == cat(f(tile), ...)`. x holds random tokens of several samples, and `split` cuts x into tiles. The test
+`f(x) == cat(f(tile), ...)`. x has random tokens of several samples, and `split` cuts x into tiles. The test
 runs on a stand-in, a copy of the module with other weights. Plain linear layers are token-wise by definition,
 so the stand-in replaces them by cheap functions of the same sizes. All other parameters get random values. So
 the real weights may be sharded, quantized, on the meta device, or fake tensors (in `plan`). The test needs

@@ -17,7 +17,7 @@ Batches without packed documents are computed by `sdpa`.
 
 Saves: scores and dense masks of attention, B x T x T values per layer. Nothing is saved if a fused kernel
     already runs; the report names the kernel.
-Costs: none after the first batch, except that each packed batch waits for the GPU once, to find the
+Costs: none after the first batch, except that the CPU waits once per packed batch for the GPU, to find the
     documents. Variable-length kernels sum in a different order than the kernel for dense masks, so results
     may round differently.
 When not: the report already names a fused backend.
@@ -171,7 +171,7 @@ class Attention(Managed):
             if (row := held.get(run.sizes[index]))
             and (each.path in row.modules or each.operation == "_softmax")
         }
-        # On a CPU, torch computes the scores of a call with dropout anyway.
+        # With dropout, torch computes full scores on a CPU anyway.
         if not found or any("dropout" in name or "bernoulli" in name for name in found.values()):
             return None
         calls, num_bytes = sum(row.calls for row in held.values()), max(held)
@@ -211,7 +211,7 @@ class Attention(Managed):
         self._first_batch.close()
 
     def _pack(self, model: Any, dtype: torch.dtype, *, is_compiled: bool) -> None:
-        """Switch a Hugging Face model to the configured packing method; `auto` is the first that works."""
+        """Switch a Hugging Face model to the packing method; with `auto`, to the first method that works."""
         why = why_not_varlen(model, model.device, dtype)
         # The compiler cannot trace the Python code that finds the documents of a batch.
         why = why or ("the model is compiled" if is_compiled else "")

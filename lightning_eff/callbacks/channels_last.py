@@ -125,7 +125,7 @@ class ChannelsLast(Managed):
             self.cleanup.callback(hook.remove)
 
     def _match_in_step(self, trainer: pl.Trainer, _: Any, args: Any, keywords: dict[str, Any]) -> Any:
-        """Before the optimizer steps, restore the memory formats that a load or an assignment has changed."""
+        """Before the optimizer steps, restore memory formats that a checkpoint or an assignment changed."""
         closure = keywords.get("closure") or (lambda: None)
 
         def computed() -> Any:

@@ -1,4 +1,4 @@
-"""Train with a contrastive loss over a large batch, with the memory of a micro-batch (gradient caching).
+"""Train with a contrastive loss over a large batch, in the memory of one micro-batch (gradient caching).
 
 The module has two methods, `embed(batch)` and `similarity_loss(embeddings)`, and its `training_step` is
 `return self.similarity_loss(self.embed(batch))`. During `training_step` this callback replaces `embed`. The
@@ -11,7 +11,7 @@ of the loss, such as a temperature, get their gradients as usual.
 
 The recomputation of a micro-batch uses the random numbers, autocast, attributes and buffers of the first
 computation. Values that the recomputation writes or logs are dropped. `embed` must not compare samples.
-Before a batch is split for the first time, the callback checks this on a few samples. `embed` may be called
+Before a batch is split for the first time, the callback checks `embed` on a few samples. It may be called
 several times in a step, for example for two views. The results of `embed` have one row per sample:
 embeddings, and labels if the loss needs labels.
 
@@ -97,8 +97,8 @@ class Contrastive(Managed):
         micro_batch_size: Samples of a micro-batch on one device; `auto` starts with the full batch.
         gather: Whether `embed` returns the embeddings of all ranks; use false if the module gathers
             embeddings itself.
-        splitter: Function `splitter(batch, size)` that splits the argument of `embed`; with None, built-in
-            rules.
+        splitter: Function `splitter(batch, size)` that splits the argument of `embed`; if None, built-in
+            rules apply.
         keep: Names of tensors or other values in the batch that every micro-batch gets in full; names and
             paths as in `MicroBatch`.
 
@@ -346,7 +346,7 @@ class Contrastive(Managed):
 def _embed_again_in_backward(
     module: pl.LightningModule, embed: Embed, batch: Any, *, early_stop: bool
 ) -> Any:
-    """Embed a micro-batch without keeping activations, and again in the backward pass."""
+    """Embed a micro-batch without keeping activations, and embed it again in the backward pass."""
     state: CallState | None = None
 
     def run(batch: Any, _: Tensor) -> Any:
@@ -361,7 +361,7 @@ def _embed_again_in_backward(
             vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None  # `again` removes both
             return embed(batch)
 
-    # `checkpoint` restores random states and autocast of the devices on which its tensor arguments are.
+    # `checkpoint` restores the random state and autocast of its tensor arguments' device.
     device = torch.empty(0, device=module.device)
     return checkpoint(run, batch, device, use_reentrant=False, early_stop=early_stop)
 

@@ -55,7 +55,7 @@ from lightning_eff.report.live_bytes import tensors_in
 TRANSFER_HOOKS = ("transfer_batch_to_device", "on_before_batch_transfer")
 """Hooks that must be called before a batch is on the device."""
 NUM_BATCHES, MAX_BATCHES = 4, 512
-"""Number of batches that are compared, and timed without workers; limit for the batches of a trial."""
+"""Number of batches to compare, and to time without workers; maximum number of batches in a trial."""
 MIN_WAIT = 0.1
 """The technique is suggested if a run spends more than this fraction of its time waiting for data."""
 MAX_TIME_RATIO = 0.9
@@ -123,7 +123,7 @@ class DataPreload(Managed):
         self._transfer_hook = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Return False, because a prediction loads no data, and so does not need this technique."""
+        """Return False, because a prediction loads no data and needs no workers."""
         del gpu
         return False
 
@@ -149,7 +149,7 @@ class DataPreload(Managed):
         self.cleanup.callback(unhook)
 
     def _prepare(self, loader: Any, trainer: pl.Trainer) -> PrefetchLoader:
-        """Return the loader that the training iterates in place of `loader`."""
+        """Return the loader that training iterates in place of `loader`."""
         if trainer.current_epoch != self._epoch:
             for earlier, *_ in self._prepared:  # Lightning replaces these loaders
                 earlier.end()
@@ -463,7 +463,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
                 end_workers()
 
     def end(self) -> None:
-        """Close permanently, and end persistent workers; later iterations use the wrapped loader itself."""
+        """Close this loader permanently, and end all workers; later iterations use the wrapped loader."""
         self.close()
         self._is_over = True
         if self._tuned is not self.loader:
@@ -487,7 +487,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
 
 
 class StatefulPrefetchLoader(PrefetchLoader):
-    """A `PrefetchLoader` for a stateful loader, which returns the state after the last batch handed out."""
+    """A `PrefetchLoader` for a stateful loader; `state_dict` is the state after the last batch handed out."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last batch handed out."""

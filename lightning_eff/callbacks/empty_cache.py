@@ -75,7 +75,7 @@ class EmptyCache(Managed):
         ConfigError: `every_n_steps` is not a whole number of at least 1.
 
     Warns:
-        NoEffectWarning: The device has no cache to empty, or the cache was not emptied once during `fit`.
+        NoEffectWarning: The device has no cache to empty, or the cache was never emptied during `fit`.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[EmptyCache(every_n_steps=50)], logger=False, accelerator="cpu")

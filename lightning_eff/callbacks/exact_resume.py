@@ -56,8 +56,8 @@ class ExactResume(Managed):
 
     Args:
         workers: With `replay`, workers load the already trained batches again and drop these batches, so the
-            run is exact even with random augmentation. With `fast`, workers load no trained batches again,
-            and augmentations differ until the end of the epoch.
+            run is exact even with random augmentation. With `fast`, workers do not load these batches, and
+            augmentations differ until the end of the epoch.
         changed_data: Applies if the dataset's length or the batch size has changed since a save within an
             epoch. `refuse` stops the resumed run with an error, and `continue` accepts the change.
 
@@ -303,9 +303,9 @@ class ExactResume(Managed):
 
 
 def resumable(loader: Any, *, workers: Literal["replay", "fast"] = "replay") -> ExactLoader:
-    """Wrap a loader, for Fabric or your own training loop, so that its position can be saved and restored.
+    """Wrap a loader of Fabric or of your own training loop, so that its position can be saved and restored.
 
-    The result has the methods `state_dict`, which all ranks must call, and `load_state_dict`. Under Fabric,
+    The result has the methods `state_dict`, which all ranks must call, and `load_state_dict`. With Fabric,
     wrap the loader that `setup_dataloaders` returns.
 
     Example:

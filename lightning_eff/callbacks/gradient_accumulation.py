@@ -13,8 +13,8 @@ gradient is the mean over its actual batches. The training loop is in microbatch
 the scale factors are in microbatching/window.py.
 
 On several ranks, loaders may return different numbers of batches (streams, WebDataset, uneven shards). A rank
-that has no batch left repeats its last batch with weight 0 until no rank has a batch. So all ranks make the
-same number of steps, and end epochs together. To support unequal numbers of batches without accumulation,
+that has no batch left repeats its last batch with weight 0 until no rank has a batch left. So all ranks make
+the same number of steps, and end epochs together. To support unequal numbers of batches without accumulation,
 set `num_batches=1`. Ranks with different numbers of batches are weighted by their samples or by the returned
 weights. If ranks have equal numbers of batches and no weights, all ranks have the same weight.
 
@@ -27,10 +27,10 @@ Costs: a step takes the time of all its batches. Weights that are tensors on a G
     per micro-batch. Weights on several ranks cost an all-reduce of one number per step. If the lengths of the
     loaders are unknown or differ, each batch costs an all-reduce of two numbers.
 When not: the batch fits, because one large batch is faster.
-Conflicts: these are all rejected: a loss that is not a mean over samples; `optimizer.step()` in
-    `training_step`; optimizers that evaluate the closure again (LBFGS, SAM); manual optimization; Lightning's
-    own `accumulate_grad_batches`, GradientAccumulationScheduler and DeepSpeedStrategy, which accumulates
-    itself.
+Conflicts: a loss that is not a mean over samples; `optimizer.step()` in `training_step`; optimizers that
+    evaluate the closure again (LBFGS, SAM); manual optimization; Lightning's own `accumulate_grad_batches`,
+    GradientAccumulationScheduler and DeepSpeedStrategy, which accumulates itself. A run with one of these is
+    rejected.
 Source: the exact gradient of a weighted mean; Lightning's own accumulation deviates from this gradient:
     https://github.com/Lightning-AI/pytorch-lightning/issues/20350 and 19987
 """
@@ -65,8 +65,9 @@ class GradientAccumulation(Managed):
         schedule_by: Unit of the keys of `schedule`: `epoch` or `step` (optimizer steps).
 
     Raises:
-        ConfigError: A number is outside its range, the global batch size is not a multiple of the loader's
-            batch size, or not exactly one of `global_batch_size`, `num_batches` and `schedule` is set.
+        ConfigError: A number is outside its range, or the global batch size is not a multiple of the loader's
+            batch size. Also raised unless exactly one of `global_batch_size`, `num_batches` and `schedule` is
+            set.
         ConflictError: The loss is not a mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
@@ -214,7 +215,7 @@ class GradientAccumulation(Managed):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the current number of batches again, because a resumed run may be further in the schedule."""
+        """Set the number of batches again, because a resumed run may be at a later entry of the schedule."""
         dataloaders.restore_loader_state(trainer)
         self._set_current(trainer)
         loaders = trainer.train_dataloader

@@ -9,7 +9,7 @@ the block, the block runs again. The policies are:
 - `offload` recomputes like `full`, and keeps the blocks' inputs in host memory.
 - `budget` lets the compiler choose which activations to keep, up to a fraction of all activations.
 - `fit` chooses `keep`, `selective`, `full` or `offload` for each block. The predicted peak must be within
-  `memory`; among such choices, `fit` takes the fewest FLOPs. `fit` uses `offload` only if nothing else fits.
+  `memory`, with as few FLOPs as possible. `fit` uses `offload` only if nothing else fits.
 
 A block runs again with the random numbers, autocast state, attributes, parameters, buffers and containers
 that its forward pass had, so the result is bit-identical. The documentation page lists the changes that stop
@@ -79,7 +79,8 @@ class GradientCheckpointing(Managed):
 
     Raises:
         ConfigError: A value is outside its range, `memory` is set without `fit`, or `blocks` matches nothing.
-            With `fit`, no choice fits in `memory`, or no step can be predicted; raised before the first step.
+            With `fit`, also raised before the first step if no choice fits in `memory`, or if no step can be
+            predicted.
         ConflictError: The model or the strategy already recomputes activations, no compiler supports
             `budget`, or `selective` is used with compiled blocks.
         EnvironmentLacksError: torch is older than 2.13, and a block with `selective` modifies a kept output
@@ -240,7 +241,7 @@ class GradientCheckpointing(Managed):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def assumptions(self) -> list[str]:
-        """Return the choice of `fit`, which the planner prints with its prediction."""
+        """Describe the policies that `fit` chose; the planner prints this text with its prediction."""
         return [f"policy=fit: {self.outcome().did}"] if self._fit is not None else []
 
     def outcome(self) -> Outcome:

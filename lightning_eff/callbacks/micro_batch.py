@@ -24,11 +24,11 @@ Costs: micro-batches that are too small for the device are slow. `auto` copies r
     step runs again, including its hooks (`on_after_backward`, and the hooks around `zero_grad`). Batch norms
     and other layers that normalize over a batch compute statistics per micro-batch.
 When not: the batch fits.
-Conflicts: these are rejected: a loss that is not a mean over samples; `optimizer.step()` in `training_step`;
-    manual optimization; DeepSpeed's own accumulation; optimizers that step in the backward pass. On several
-    ranks, `auto` is rejected without DDP, and with synchronized batch norms, a communication hook or a static
-    graph. One conflict is not detected: under FSDP2 or ZeRO, ranks that split their batches into different
-    numbers of micro-batches wait for each other forever.
+Conflicts: a loss that is not a mean over samples; `optimizer.step()` in `training_step`; manual optimization;
+    DeepSpeed's own accumulation; optimizers that step in the backward pass. On several ranks, `auto` needs
+    DDP, and conflicts with synchronized batch norms, a communication hook or a static graph. A run with one
+    of these is rejected. One conflict is not detected: with FSDP2 or ZeRO, ranks that split their batches
+    into different numbers of micro-batches wait for each other forever.
 Source: learned from Composer's device_train_microbatch_size; a bug in Lightning's own search:
     https://github.com/Lightning-AI/pytorch-lightning/issues/21903
 """
@@ -146,7 +146,7 @@ class MicroBatch(Managed):
         return self._size.current if self._size is not None else self._initial_size
 
     def facts(self) -> Facts:
-        """Reject modules and strategies that step themselves; with `auto`, also those that cannot retry."""
+        """Reject modules and strategies that step themselves and, with `auto`, those that cannot retry a step."""
         reasons = {
             "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a separate batch",
             "run/manual_optimization": "the module runs its backward passes itself",

@@ -94,7 +94,7 @@ def adapt(
     options: Mapping[str, Any] | None = None,
     autocast_adapter_dtype: bool = True,
 ) -> dict[str, nn.Module]:
-    """Put adapters into a model and freeze all other parameters, for Fabric or your own training loop.
+    """Put adapters into a model and freeze all other parameters, with Fabric or in your own training loop.
 
     Call this function before you build the optimizer. `model` can be any module; a model that already has
     these adapters stays unchanged. `PeftAdapter` describes the other arguments, and the errors.
@@ -117,7 +117,7 @@ class PeftAdapter(Managed):
     """Train adapters instead of the model's own parameters.
 
     Args:
-        method: PEFT's name of the method: `lora`, `ia3`, `vera`, `oft`, `loha`, `lokr`, ...
+        method: PEFT's name of the method, for example `lora`, `ia3`, `vera`, `oft`, `loha` or `lokr`.
         target_modules: As in PEFT: `all-linear`, a list of layer names or name endings, or a regular
             expression for full names. None is allowed only with the option `target_parameters`.
         modules_to_save: Names, or name endings, of modules to train in full, for example a new head.
@@ -269,7 +269,7 @@ class PeftAdapter(Managed):
         optimized = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         # An adapter that belongs to no optimizer would never be trained.
         missing = [n for n, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
-        # If a strategy flattens parameters, the optimizer has none of the module's parameters: skip the check.
+        # If a strategy flattens parameters, the optimizer has no parameter of the module: skip the check.
         if missing and any(id(p) in optimized for p in pl_module.parameters()):
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
             raise GradientError(f"{parameters_have(missing)} no optimizer\n  try: {remedy}")

@@ -211,7 +211,7 @@ class SkipBadSteps(Managed):
                 self._skip(trainer)
                 return bad.loss
             self._num_in_row = 0
-            if 0 < self._norm < math.inf:  # a norm of 0, as of a hinge loss, would distort the median
+            if 0 < self._norm < math.inf:  # a norm of 0 (possible with a hinge loss) would distort the median
                 self._norms.append(self._norm)
             return found
 

@@ -18,7 +18,7 @@ Every other child ends a segment and is computed for the full image:
 Layers that a custom forward calls one after another are not tiled, because the forward may read the
 activations between them. Put such layers into an `nn.Sequential`.
 
-A segment is tiled if all these conditions hold, which are checked before the segment runs:
+Three conditions are checked before a segment runs. The segment is tiled if all of them hold:
 
 - the segment's input has at least `min_pixels` pixels, and a single tile would exceed the budget;
 - the halo adds at most a quarter of the pixels;
@@ -29,7 +29,7 @@ more than a quarter of the pixels is cut into shorter chains. Tiles are also use
 where they save memory too. So dropout draws the same numbers with and without gradients.
 
 Saves: activations between the convolutions of a chain, on large images and volumes.
-Costs: one more forward pass of the segments, which adds at most a third to their operations, and the halo.
+Costs: the halo, and one more forward pass of the segments, which adds at most a third to their operations.
     If `callbacks/gradient_checkpointing` recomputes a block that ends with the segment, tiles cost no further
     pass. If the block saves a tensor later (for a norm, or a second segment), the segment is computed three
     times.
@@ -84,7 +84,7 @@ def tile_convs(
     tile_budget_mib: Positive | None = None,
     min_pixels: Count = 65536,
 ) -> dict[str, TiledContainer]:
-    """Compute chains of convolutions of a model in tiles; for Fabric, or your own training loop.
+    """Compute a model's chains of convolutions in tiles, with Fabric or in your own training loop.
 
     Args:
         model: Any module; the function skips containers whose forward is replaced already.
@@ -96,7 +96,7 @@ def tile_convs(
         The new forward of each container, by the container's name; the method `restore` undoes a replacement.
 
     Raises:
-        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is no
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not a
             container.
 
     Warns:
@@ -158,7 +158,7 @@ class TiledConv(Tiling):
         min_pixels: Inputs with fewer pixels or voxels (samples x space) are not tiled.
 
     Raises:
-        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is no
+        ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not a
             container.
         ConflictError: The blocks are compiled, or another technique keeps the tiled activations.
 

@@ -1,4 +1,4 @@
-"""Compute the loss of a language model in tiles, without holding all logits [tokens, vocabulary].
+"""Compute the loss of a language model in tiles, without storing all logits [tokens, vocabulary].
 
 The logits, their gradient and the log-softmax between them are often the largest tensors of a step. With this
 callback, the output projection returns a placeholder for the logits, which are computed when a function reads
@@ -7,10 +7,10 @@ them (`_lazy_logits.py`). A cross-entropy of the placeholder is computed a few r
 `training_step` needs no change. If `training_step` returns the mean loss unchanged, GradientAccumulation and
 MicroBatch weight the loss by its number of targets.
 
-Saves: the logits of a language model, their gradient and the log-softmax. Each takes tokens x vocabulary
-    values.
-Costs: a fourth GEMM of the projection in float16, inside recomputed blocks, or if the loss has one value per
-    row. A 16-bit gradient is rounded once per tile, at most 16 times.
+Saves: the logits of a language model, their gradient and the log-softmax. Each of these tensors has tokens x
+    vocabulary values.
+Costs: a fourth GEMM of the projection if the dtype is float16, if the projection is recomputed, or if the
+    loss has one value per row. A 16-bit gradient is rounded once per tile, at most 16 times.
 When not: the vocabulary is small; metrics read full logits, which are then computed in addition to the tiles.
 Conflicts: a quantized projection; strategies that wait for the gradient of a model's logits. If the
     projection has hooks, or an adapter with dropout, the logits are computed immediately. Logits that are
@@ -55,7 +55,7 @@ CHANGE = "loss = linear_cross_entropy(hidden, self.head.weight, targets)"
 def tile_loss(
     model: nn.Module, *, head: str | None = None, tile_budget_mib: Positive | None = None
 ) -> dict[str, LateProjection]:
-    """Compute a model's loss in tiles; for Fabric, or your own training loop.
+    """Compute a model's loss in tiles, with Fabric or in your own training loop.
 
     Args:
         model: Any module.
@@ -63,8 +63,8 @@ def tile_loss(
         tile_budget_mib: As in `kernels.cross_entropy.linear_cross_entropy`.
 
     Returns:
-        The delayed projection, by its name; the method `restore()` undoes the change. The dictionary is empty
-        if the model has no projection, or already computes its loss in tiles.
+        A dictionary that maps the projection's name to the delayed projection, whose method `restore` undoes
+        the change. Empty if the model has no projection, or already computes its loss in tiles.
 
     Raises:
         ConfigError: A value is outside its range, the projection is not found, or the projection is not a
@@ -220,7 +220,7 @@ class TiledLoss(Tiling):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Compute the logits that are still held, and warn about backward passes that need weights."""
+        """Compute the logits that are still referenced, and warn about backward passes that need weights."""
         # Why here too: the optimizer's own step hook runs before the closure that computes the batch.
         for projection in self._tiled.values():
             projection.compute_held()
@@ -236,7 +236,7 @@ class TiledLoss(Tiling):
 
     @override
     def outcome(self) -> Outcome:
-        """Report the tiles, the bytes that were not held, and the functions that read full logits."""
+        """Report the tiles, the bytes that were saved, and the functions that read full logits."""
         for name, each in self._tiled.items():  # at most one projection
             by = ", ".join(f"{reader} ({count})" for reader, count in each.readers.most_common(3))
             numbers = {

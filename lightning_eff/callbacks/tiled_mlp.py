@@ -6,10 +6,10 @@ gradient. With this callback, each MLP is computed in tiles of its tokens, and e
 (non-reentrant). The MLP keeps only its input, and its backward pass recomputes one tile at a time.
 Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight gets one gradient.
 
-A child of a repeated block is treated as an MLP if it has at least two weight matrices and is token-wise: the
-output for a token depends on that token alone. A numeric test decides whether a module is token-wise; its
-name does not matter. Attention, routed experts, and modules with batch statistics or side effects are not
-tiled.
+A child of a repeated block is treated as an MLP if it is token-wise and has at least two weight matrices. A
+module is token-wise if the output for a token depends on that token alone. A numeric test decides whether a
+module is token-wise; its name does not matter. Attention, routed experts, and modules with batch statistics
+or side effects are not tiled.
 
 An MLP is tiled if its input has at least `min_tokens` tokens, and its wide activations exceed the budget. If
 the widest activation has `widest` features, the wide activations take `tokens x widest x 5 x itemsize` bytes.
@@ -78,7 +78,7 @@ def tile_mlps(
     tile_budget_mib: Positive | None = None,
     min_tokens: Count = 16384,
 ) -> dict[str, TiledForward]:
-    """Compute the MLPs of a model in tiles; for Fabric, or your own training loop.
+    """Compute a model's MLPs in tiles, with Fabric or in your own training loop.
 
     Args:
         model: Any module; the function skips MLPs that are tiled already, or whose forward is replaced.
@@ -218,7 +218,7 @@ class TiledMLP(Tiling):
 
     @override
     def outcome(self) -> Outcome:
-        """Report the number of tiled MLPs, and the bytes that were not held."""
+        """Report the number of tiled MLPs, and the bytes that were saved."""
         # An MLP that had a single tile in every call was in effect not tiled.
         tiled = {name: each for name, each in self._tiled.items() if each.max_tiles > 1}
         tiles = max((each.max_tiles for each in tiled.values()), default=1)
@@ -331,7 +331,7 @@ class TiledForward:
                 self._gathered.undo()
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        # Not `self.module.forward`, which is this object.
+        # Do not call `self.module.forward`, which is this object.
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _tiled(self, x: Tensor, num_tiles: int) -> Tensor:
@@ -382,7 +382,7 @@ class _Save(torch.autograd.Function):
 
 
 def _save(x: Tensor) -> Tensor:
-    # Gives the result an autograd node even if x needs no gradient.
+    # This tensor gives the result an autograd node, even if x needs no gradient.
     needs_grad = torch.empty(0, requires_grad=True)
     apply: Callable[..., Tensor] = _Save.apply  # pyright: ignore[reportAssignmentType]
     return apply(x, needs_grad)

@@ -69,7 +69,7 @@ GRAPH_REPLAY_MODES = ("reduce-overhead", "max-autotune")
 def compile_in_place(
     model: nn.Module, target: str | Sequence[str] = "blocks", *, blocks: BlockSelector = None, **options: Any
 ) -> dict[str, Callable[[], None]]:
-    """Compile parts of a model, for Fabric or your own training loop.
+    """Compile parts of a model, with Fabric or in your own training loop.
 
     Args:
         model: Any module; parts that are already compiled do not change.
@@ -406,7 +406,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
 
 
 def _largest_part(model: nn.Module) -> str:
-    """Return `forward` if the model's class defines it, else the largest child's name; empty if no child."""
+    """Return `forward` if the model's class defines it, else the name of the largest child, if there is one."""
     defines = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), nn.Module)
     if defines is not nn.Module and not defines.__module__.startswith("lightning."):
         return "forward"

@@ -12,8 +12,8 @@ Saves: a second copy of each large weight gradient if a step has several backwar
     half of an MLP's wide activations.
 Costs: measurements in the first step of the first run on a GPU. The measurements take about 0.1 s per shape
     (predicted), plus seconds to compile each new kernel. The measurements also need 256 MiB, and memory for
-    two more results. Each call of a layer that uses our kernels or accumulates in place costs a few
-    microseconds of Python time. With `fuse_mlps`, the backward pass computes activations a second time.
+    two more outputs of the layer. Each call of a layer that uses our kernels or accumulates in place costs a
+    few microseconds of Python time. With `fuse_mlps`, the backward pass computes activations a second time.
 When not: steps have one backward pass and there is no CUDA GPU; the blocks are compiled.
 Conflicts: `callbacks/torch_compile`, which computes the layers of compiled blocks. Subclasses of `nn.Linear`,
     and layers that are frozen when the run begins, are not converted.
@@ -53,7 +53,7 @@ def swap(
     blocks: BlockSelector = None,
     accumulation: Accumulation | None = None,
 ) -> dict[str, TritonLinear]:
-    """Convert linear layers to `kernels.linear.TritonLinear`; for Fabric, or your own training loop.
+    """Convert linear layers to `kernels.linear.TritonLinear`, with Fabric or in your own training loop.
 
     Args:
         model: Any module; layers that are already converted do not change.
@@ -217,7 +217,7 @@ class TritonGemm(Managed):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Drop cached casts, and tell the layers whether the step may have several backward passes."""
+        """Drop cached casts, and record whether the step may have several backward passes."""
         # The previous step has changed the weights, so the cached casts are out of date.
         forget_copies()
         self._accumulation.is_expected = self._step is not None and self._step.may_have_several_passes

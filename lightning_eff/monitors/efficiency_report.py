@@ -6,9 +6,9 @@ failure. The report of a failed run is updated after the last checkpoint. All tr
 first few are timed; validation is excluded. Peak memory is the allocator's peak. On a CPU, the allocator
 records no peak, so peak memory is the maximum of live bytes in the first batches, counted storage by storage.
 Compiled models are timed, but their operations are not counted, because a compiled graph does not dispatch
-each operation. MFU is shown for GPUs with a published peak. Parts of a step, modules and kinds of operations
-are timed in eleven later batches (report/step_time.py). If a notebook displays this callback, the page is
-shown. After an OOM error on CUDA, `memory_snapshot.pickle` lists every block of the allocator. With
+each operation. MFU is shown for GPUs whose peak FLOPs are published. Parts of a step, modules and kinds of
+operations are timed in eleven later batches (report/step_time.py). If a notebook displays this callback, the
+notebook shows the page. After an OOM error on CUDA, `memory_snapshot.pickle` lists every block of the allocator. With
 `record_memory_history`, the snapshot also has the stack trace of each allocation, and allocations are slower.
 
 The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
@@ -72,8 +72,8 @@ class EfficiencyReport(pl.Callback):
         dirpath: Folder for the ledger and the page; if None, the Trainer's log folder.
         num_warmup_batches: Number of further batches that are not timed, after the counted first batches.
         count_first_batches: Count the floating-point operations of the first batches and, on a CPU, their
-            live bytes. Compiled modules are never counted. Set False if the model calls a function compiled
-            with `fullgraph=True`.
+            live bytes. Compiled modules are never counted. Set this to False if the model calls a function
+            that is compiled with `fullgraph=True`.
         baseline: Folder or `efficiency.json` of another run, with which the page compares this run.
         record_memory_history: Record the stack trace of each CUDA allocation, for `memory_snapshot.pickle`.
 

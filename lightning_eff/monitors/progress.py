@@ -154,7 +154,7 @@ class Progress(ProgressBar):
 
 
 def _bar() -> Bar | None:
-    """Return a bar that no thread refreshes; None if the terminal cannot show a bar."""
+    """Return a progress bar without a refresh thread; None if the terminal cannot show a bar."""
     from rich.console import Console  # not needed for a log file
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
@@ -170,7 +170,7 @@ def _bar() -> Bar | None:
 
 
 def _total_steps(trainer: pl.Trainer) -> float:
-    """Return the estimated optimizer steps of the full run; infinity without a limit."""
+    """Return the estimated number of optimizer steps of the full run; infinity if the run has no limit."""
     if trainer.lightning_module.automatic_optimization:
         return trainer.estimated_stepping_batches
     # Lightning 2.6 assumes one step per batch; in manual optimization a batch may take any number of steps.

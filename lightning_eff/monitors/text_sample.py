@@ -1,6 +1,6 @@
 """Show a language model's losses, the unigram entropy, and a sample of generated text after `fit`.
 
-The module needs a method `generate(tokens, *, max_new_tokens, do_sample, temperature)`, and the data module
+The module needs a method `generate(tokens, *, max_new_tokens, do_sample, temperature)`. The data module needs
 an attribute `tokenizer`. If the data module has an attribute `unigram_entropy`, its value is shown too.
 Afterwards the module's training mode and the global random state are restored. To generate text from a
 checkpoint, use `lightning-eff generate`.

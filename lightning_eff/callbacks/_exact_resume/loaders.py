@@ -3,8 +3,8 @@
 `callbacks/exact_resume` wraps each loader of a Trainer in an `ExactLoader`; `resumable` wraps a loader for
 Fabric or a custom loop. A resumed pass runs in three steps:
 
-1. Set the random states that the saved pass began with. The sampler then draws the same order, and workers
-   get the same seeds.
+1. Restore the random states from the start of the saved pass. The sampler then draws the same order, and
+   workers get the same seeds.
 2. Skip the batches that were already trained on, and draw only their indices. If workers may draw random
    numbers, or if the dataset has no indices, the skipped batches are loaded and dropped.
 3. Restore the random states that were saved, so that the next training step draws the same numbers.
@@ -64,7 +64,7 @@ class IndexStream:
     """
 
     is_resumed = False
-    """Whether the next pass continues a saved pass; `first_states` then has the pass's random states."""
+    """Whether the next pass continues a saved pass; `first_states` then has that pass's random states."""
     num_skipped = 0
     """Number of batches that a resumed pass skips."""
     is_asked = False
@@ -224,7 +224,10 @@ class ExactLoader(LoaderWrapper):
             yield batch
 
     def _begin(self) -> Position | None:
-        """Set the random states in which a saved pass began, and return its position; None for a new pass."""
+        """Restore the random states from the start of a saved pass, and return its position.
+
+        Return None if the pass is new.
+        """
         run, loader = self.run, self.loader
         if run.pending is not None and getattr(loader, "persistent_workers", False):
             run.inexact.append("persistent workers do not keep their random states")
@@ -337,7 +340,8 @@ class ExactLoader(LoaderWrapper):
             if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
             self.run.restore(saved.start)
-            indices = iter(self.stream.source)  # some samplers draw their order here, others at an index
+            # Some samplers draw their order here, others when the first index is requested.
+            indices = iter(self.stream.source)
             self._begin_order(saved)
             deque(itertools.islice(self.stream.hashed(indices), len(saved.hashes)), maxlen=0)
         self.check_order(saved)
@@ -459,7 +463,7 @@ class StandaloneLoader(ExactLoader):
 
 
 def observe(loader: Any, run: ResumableRun) -> Any:
-    """Wrap the sampler of a loader with indices in an `IndexStream`, so that passes can skip batches."""
+    """If a loader has indices, wrap its sampler in an `IndexStream`, so that passes can skip batches."""
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if has_indices and not is_stateful(loader):
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -488,7 +492,7 @@ def sampler_of(loader: Any) -> Any:
 
 
 def sampler_with_epoch(loader: Any) -> Any:
-    """Return a loader's sampler or batch sampler if it has a method `set_epoch`, or None."""
+    """Return the first of a loader's sampler and batch sampler that has a method `set_epoch`, or None."""
     samplers = (sampler_of(loader), getattr(loader, "batch_sampler", None))
     return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 

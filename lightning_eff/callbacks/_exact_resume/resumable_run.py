@@ -1,7 +1,7 @@
 """The position of a rank in its data, and the state that all loaders of the rank share.
 
 `callbacks/exact_resume` creates one `ResumableRun` per fit, and the loaders in loaders.py use this object. A
-checkpoint holds one `RankPosition` per rank.
+checkpoint contains one `RankPosition` per rank.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Position:
         start: Random states when the pass began.
         first: Random states when the first indices were requested; None if these states equal the states just
             after the pass began.
-        order: Kind of order: `sequential`, `random`, `distributed`, `distributed in order`, or the name of
-            the sampler's class.
+        order: Kind of order, one of `sequential`, `random`, `distributed` and `distributed in order`, or the
+            name of the sampler's class.
         seed: Seed of a distributed sampler.
         epoch: Epoch of the sampler, or of the run if the sampler has no epoch.
         num_samples: Length of the dataset; -1 if the dataset has no length.
@@ -62,8 +62,8 @@ class RankPosition:
 
     Args:
         now: Random states when the position was saved.
-        num_ahead: Batches that Lightning had fetched after the last trained batch: 1 for a loader without a
-            length, else 0.
+        num_ahead: Number of batches that Lightning had fetched after the last trained batch; 1 for a loader
+            without a length, else 0.
         is_over: Whether the epoch had ended. If so, the loaders begin a new pass.
         loaders: Positions in Lightning's order of loaders.
         notes: Reasons why a run that resumes at this position is not exact.
@@ -232,7 +232,7 @@ class ResumableRun:
             self.pending.now = self.capture()
 
     def begin(self, loader: object) -> Position | None:
-        """Register the start of a loader's pass; return the saved position to continue at, or None."""
+        """Register the start of a loader's pass; return the saved position at which it continues, or None."""
         if self.pending is None:
             return None
         self.is_begun, index = True, self.loaders.index(loader)
@@ -251,7 +251,7 @@ class ResumableRun:
         return 0 if self.pending is None else self.pending.num_ahead
 
     def before_batch(self, loader: object) -> None:
-        """Restore the saved random states before the first batch that was not fetched before the save.
+        """Restore the saved random states before the first batch that the saved run had not yet fetched.
 
         Raises:
             ConfigError: The dataset or the batch size has changed since a save in the middle of an epoch.
