@@ -146,7 +146,7 @@ class MicroBatch(Managed):
         return self._size.current if self._size is not None else self._initial_size
 
     def facts(self) -> Facts:
-        """Reject modules and strategies that step themselves and, with `auto`, those that cannot retry a step."""
+        """Reject modules and strategies that step themselves; `auto` also rejects those that cannot retry."""
         reasons = {
             "lightning/DeepSpeedStrategy": "DeepSpeed counts each backward pass as a separate batch",
             "run/manual_optimization": "the module runs its backward passes itself",

@@ -406,7 +406,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
 
 
 def _largest_part(model: nn.Module) -> str:
-    """Return `forward` if the model's class defines it, else the name of the largest child, if there is one."""
+    """Return `forward` if the model's class defines it; else the name of the largest child, or no name."""
     defines = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), nn.Module)
     if defines is not nn.Module and not defines.__module__.startswith("lightning."):
         return "forward"

@@ -8,8 +8,9 @@ records no peak, so peak memory is the maximum of live bytes in the first batche
 Compiled models are timed, but their operations are not counted, because a compiled graph does not dispatch
 each operation. MFU is shown for GPUs whose peak FLOPs are published. Parts of a step, modules and kinds of
 operations are timed in eleven later batches (report/step_time.py). If a notebook displays this callback, the
-notebook shows the page. After an OOM error on CUDA, `memory_snapshot.pickle` lists every block of the allocator. With
-`record_memory_history`, the snapshot also has the stack trace of each allocation, and allocations are slower.
+notebook shows the page. After an OOM error on CUDA, `memory_snapshot.pickle` lists every block of the
+allocator. With `record_memory_history`, the snapshot also has the stack trace of each allocation, and
+allocations are slower.
 
 The Trainer's loggers get these figures every `log_every_n_steps` optimizer steps: `eff/learning_rate`,
 `eff/gradient_norm` (of the full gradient, before clipping), `eff/samples_per_second`,
