@@ -1,7 +1,7 @@
 """Compute logits only when they are read, so that an unmodified `training_step` computes its loss in tiles.
 
 `callbacks/tiled_loss` replaces the call of an output projection by a `LateProjection`. The new call returns
-`LazyLogits`: a tensor that has the shape, dtype and device of the logits, but holds only the hidden
+`LazyLogits`: a tensor that has the shape, dtype and device of the logits, but stores only the hidden
 states. `RULES` lists the functions that do not need full logits. Under these rules, a loss is computed in
 tiles, and a change of shape, dtype or scale returns new `LazyLogits`. Every other function gets full logits,
 and so does every call that no rule covers. Full logits and their gradients are computed as the model itself

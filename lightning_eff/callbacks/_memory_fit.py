@@ -4,7 +4,7 @@
 once per policy, with the same policy for all blocks. A new segment of the recording starts where the forward
 or backward pass of a block starts, and belongs to that block. Each segment has a net change of live bytes,
 and a maximum rise of live bytes above its start. The net change and the rise depend only on the policy of the
-segment's block, because a block saves its input whatever the policy of the previous block is. So a few
+segment's block, because the policy of the previous block does not change what a block saves. So a few
 recordings give the peak of every mixture of policies. The peak is the maximum, over all segments, of the
 segment's rise plus the net changes of all earlier segments.
 
@@ -331,8 +331,8 @@ class Mixtures:
             np.where(is_own, np.array([getattr(each, name) for each in runs.values()], np.int64), 0)
             for name in ("net", "rise", "flops", "moved_bytes")
         )
-        # Bytes that a block adds to the maximum in each segment: the net bytes of the block's earlier
-        # segments, plus the rise if the segment belongs to the block.
+        # Bytes that a block adds to the maximum in each segment. These are the net bytes of the block's
+        # earlier segments, plus the rise if the segment belongs to the block.
         self.added: Numbers = np.cumsum(net, axis=2) - net + rise
         is_changed = np.broadcast_to(np.arange(len(runs)) > 0, net.shape[:2])
         costs = (moved.sum(axis=2), flops.sum(axis=2), is_changed)

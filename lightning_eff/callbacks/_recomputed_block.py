@@ -123,14 +123,14 @@ class RecomputedBlock:
     - The inputs may be offloaded to host memory.
     - Errors name the block.
 
-    Why not `torch.distributed._composable.checkpoint`, which uses the same generator: its hooks cannot be
-    removed, a second backward through a retained graph fails, and tensors passed by keyword are ignored.
+    Why not `torch.distributed._composable.checkpoint`: its hooks cannot be removed, a second backward pass
+    through a retained graph fails, and tensors passed by keyword are ignored.
 
     Args:
         block: Any module.
         name: The block's name, for errors.
         contexts: Function that returns contexts for the forward pass and the recomputation (`selective`).
-        host: Offloads the block's inputs until the backward pass; None keeps the inputs on the device.
+        host: Offloads the block's inputs until the backward pass; if None, the inputs stay on the device.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class RecomputedBlock:
     def _before(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A recomputation runs the block without a checkpoint; without gradients no activations are kept.
+        # A recomputation runs the block without a checkpoint, and so does a call with disabled gradients.
         if self._is_recomputing or not torch.is_grad_enabled():
             return args, kwargs
         # Hugging Face's models pass a key-value cache to their layers even in training. The recomputation

@@ -118,7 +118,7 @@ class Attention(Managed):
 
     Args:
         backend: `flash`, `efficient`, `cudnn` or `math`, or a list by priority; if None, torch chooses.
-        packing: Method for packed rows in a Hugging Face model: `varlen`, `flex` or `dense`. `auto` uses the
+        packing: Method for packed rows in a Hugging Face model (`varlen`, `flex` or `dense`). `auto` uses the
             first of these methods that the device and the model support.
 
     Raises:

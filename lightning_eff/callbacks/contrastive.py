@@ -74,7 +74,7 @@ WITHOUT = Remedy("~callbacks.contrastive", "remove Contrastive")
 ONE_LINE = "def training_step(self, batch, batch_idx): return self.similarity_loss(self.embed(batch))"
 OWNER = ("callbacks.contrastive", "Contrastive")
 PREDICTED_PARTS = 32
-"""Maximum number of micro-batches per batch that a prediction runs."""
+"""Maximum number of micro-batches per batch that run while memory is being predicted."""
 Embed = Callable[[Any], Any]
 
 
@@ -99,8 +99,8 @@ class Contrastive(Managed):
             embeddings itself.
         splitter: Function `splitter(batch, size)` that splits the argument of `embed`; if None, built-in
             rules apply.
-        keep: Names of tensors or other values in the batch that every micro-batch gets in full; names and
-            paths as in `MicroBatch`.
+        keep: Names of values in the batch that are not split, so that every micro-batch gets the full value.
+            The format is the same as in `MicroBatch`.
 
     Raises:
         ConfigError: The module has no method `embed`, or `embed` returned anything but tensors with one row
@@ -146,13 +146,13 @@ class Contrastive(Managed):
         """Message if the check of `embed` could not run; empty otherwise."""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Skip micro-batches in the middle of a large batch, so that a prediction takes seconds."""
+        """Skip micro-batches in the middle of a large batch, so that predicting memory takes only seconds."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
 
     def assumptions(self) -> list[str]:
-        """Return the effects that a prediction does not count."""
+        """Return the effects that a memory prediction does not count."""
         text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: buffers that the others change"
         return [f"{text} are not counted"] if self._num_left_out else []
 
@@ -260,7 +260,8 @@ class Contrastive(Managed):
         early_stop = stops_early(module)
         outputs, logged = list[Any](), [logged_values(results)]
         self._num_left_out = max(0, len(parts) - (self._max_parts or len(parts)))
-        # A prediction runs the first micro-batches, and the last micro-batch, whose size may differ.
+        # While memory is being predicted, only the first micro-batches run, and the last micro-batch, whose
+        # size may differ.
         run = [*parts[: len(parts) - self._num_left_out - 1], parts[-1]]
         for part in run:
             results.batch, results.batch_size = part.batch, part.num_samples

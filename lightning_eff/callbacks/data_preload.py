@@ -12,9 +12,8 @@ draws. Workers give the same benefit if samples load slowly enough to matter.
 Saves: the time spent waiting for data, which the report shows as a fraction of the run.
 Costs: host memory for each worker, and device memory for batches that were copied early. Measuring takes a
     few seconds at the start, but at most a twentieth of an epoch's loading time. With a fixed number such as
-    `num_workers=2`, nothing is measured. Samples draw other random numbers in workers than without workers.
-    Samplers that draw one index at a time also draw other random numbers. Streams and stateful loaders keep
-    their number of workers.
+    `num_workers=2`, nothing is measured. With workers, random numbers differ in samples, and in samplers that
+    draw one index at a time. Streams and stateful loaders keep their number of workers.
 When not: samples that load fast, because no workers are then used.
 Conflicts: none. If custom hooks move batches (`transfer_batch_to_device`, `on_before_batch_transfer`), no
     batch is copied ahead of use.
@@ -123,7 +122,7 @@ class DataPreload(Managed):
         self._transfer_hook = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Return False, because a prediction loads no data and needs no workers."""
+        """Return False, because no data is loaded while memory is being predicted."""
         del gpu
         return False
 
@@ -175,7 +174,7 @@ class DataPreload(Managed):
             }
             for name, value in values.items():
                 object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some names
-        # Without workers nothing is fetched ahead, as samples would draw random numbers in training steps.
+        # Without workers nothing is fetched ahead: samples would draw random numbers during training steps.
         is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
         kind = StatefulPrefetchLoader if dataloaders.is_stateful(loader) else PrefetchLoader
         num_ahead = self.num_batches_ahead if is_ahead else 0
@@ -355,12 +354,12 @@ class FetchedBatch:
 class PrefetchLoader(dataloaders.LoaderWrapper):
     """Wraps a training loader, to use another number of workers and to copy batches to the device early.
 
-    A second iteration during a pass, for example to look at some images, iterates the wrapped loader. The
-    second iteration takes no batches from training.
+    If the loader is iterated a second time during a pass, for example to look at some images, the second
+    iteration uses the wrapped loader. So it takes no batches from training.
 
     Args:
         loader: The wrapped loader.
-        tuned: A copy of the loader with another number of workers, for training; None uses `loader` itself.
+        tuned: A copy of the loader with another number of workers, for training; if None, `loader` is used.
         num_ahead: Number of batches to fetch ahead of use.
         device: CUDA device to copy batches to, on a side stream; None copies nothing.
     """

@@ -60,9 +60,9 @@ class GradientAccumulation(Managed):
     Args:
         global_batch_size: Samples per optimizer step, on all ranks.
         num_batches: Batches per optimizer step on each rank, instead of `global_batch_size`.
-        schedule: Global batch sizes, by the first epoch or step at which a size applies: `{0: 32, 10: 64}`.
+        schedule: Global batch sizes, by the first epoch or step at which a size applies (`{0: 32, 10: 64}`).
             Replaces `global_batch_size` and `num_batches`.
-        schedule_by: Unit of the keys of `schedule`: `epoch` or `step` (optimizer steps).
+        schedule_by: Unit of the keys of `schedule`, either `epoch` or `step` (optimizer steps).
 
     Raises:
         ConfigError: A number is outside its range, or the global batch size is not a multiple of the loader's
@@ -249,7 +249,7 @@ class GradientAccumulation(Managed):
         texts += [f"{count} step{'s' * (count != 1)} {why}" for why, count in reasons.items() if count]
         return Outcome(
             did="; ".join(filter(None, texts)),
-            # A single batch per step has `global_batch_size` samples, as requested, so this is an effect too.
+            # A single batch per step is an effect too if it has `global_batch_size` samples, as requested.
             effective=is_accumulated or self.global_batch_size is not None,
             numbers={"accumulate_grad_batches": numbers, "cut_steps": cut, "skipped_steps": skipped},
         )

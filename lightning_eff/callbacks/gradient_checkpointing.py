@@ -1,6 +1,6 @@
 """Recompute activations in the backward pass instead of keeping them (activation checkpointing).
 
-The forward pass of a block keeps only the block's inputs. When the backward pass needs the activations inside
+The forward pass of a block saves only the block's inputs. When the backward pass needs the activations inside
 the block, the block runs again. The policies are:
 
 - `full` recomputes every repeated block, and `every_n` recomputes one block in n.
@@ -8,14 +8,14 @@ the block, the block runs again. The policies are:
   an output in place, as recurrent layers do, `selective` also recomputes that output.
 - `offload` recomputes like `full`, and keeps the blocks' inputs in host memory.
 - `budget` lets the compiler choose which activations to keep, up to a fraction of all activations.
-- `fit` chooses `keep`, `selective`, `full` or `offload` for each block. The predicted peak must be within
-  `memory`, with as few FLOPs as possible. `fit` uses `offload` only if nothing else fits.
+- `fit` chooses `keep`, `selective`, `full` or `offload` for each block. Among the choices whose predicted
+  peak is within `memory`, `fit` takes the cheapest. `fit` uses `offload` only if nothing else fits.
 
 A block runs again with the random numbers, autocast state, attributes, parameters, buffers and containers
 that its forward pass had, so the result is bit-identical. The documentation page lists the changes that stop
 the run, and changes that are not detected, for example changes of global variables.
 
-Saves: activations, because a recomputed block keeps only its inputs.
+Saves: activations, because a recomputed block saves only its inputs for the backward pass.
 Costs: one more forward pass of the recomputed blocks. With `full`, this extra pass adds a third to a step's
     operations. With `selective`, only pointwise operations run again. `offload` copies each block's inputs
     over the bus twice, and needs pinned host memory of up to twice the size of these inputs. A block's hooks
@@ -74,8 +74,8 @@ class GradientCheckpointing(Managed):
         memory_budget: With `budget`, the fraction of the activations that may be kept, from 0 to 1.
         blocks: Class names, classes, patterns of module names (`net.layers.*`), or a function that gets a
             name and a module and returns a bool; None selects the repeated blocks.
-        memory: With `fit`, the maximum peak of a step on each device, as a size with its unit (`20GiB`) or as
-            a fraction of the device's memory.
+        memory: With `fit`, the maximum peak of a step on each device. Either a size with its unit (`20GiB`),
+            or a fraction of the device's memory.
 
     Raises:
         ConfigError: A value is outside its range, `memory` is set without `fit`, or `blocks` matches nothing.

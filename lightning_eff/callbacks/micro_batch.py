@@ -56,7 +56,7 @@ from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.recording import GRADIENTS
 
 PREDICTED_PARTS = 8
-"""Maximum number of micro-batches per batch in a memory prediction."""
+"""Maximum number of micro-batches per batch that run while memory is being predicted."""
 
 
 class MicroBatch(Managed):
@@ -65,12 +65,12 @@ class MicroBatch(Managed):
     Args:
         micro_batch_size: Samples per micro-batch on one device; `auto` starts with the full batch.
         find: With `auto`, search for the largest size that fits, before the first step.
-        headroom: Fraction of the device's memory that `find` leaves free at the peak, on devices that report
-            their memory.
+        headroom: Fraction of the device's memory that `find` leaves free at the peak; ignored if the device
+            does not report its memory.
         splitter: Function `splitter(batch, micro_batch_size)` that replaces the built-in rules for splitting.
-        keep: Names of tensors or other values in the batch that every micro-batch gets unsplit. A name
-            matches at any depth; a path of names and positions (`targets.weights`, `1`) starts at the root of
-            the batch.
+        keep: Names of values in the batch that are not split, so that every micro-batch gets the full value.
+            A name matches at any depth; a path of names and positions (`targets.weights`, `1`) starts at the
+            root of the batch.
 
     Raises:
         ConfigError: A number is outside its range, `find` is set without `auto`, `keep` is set with a
@@ -127,15 +127,15 @@ class MicroBatch(Managed):
         self._counts_by = self._uneven = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """Make a prediction run only some micro-batches of each batch, because all need the same memory."""
+        """Run only some micro-batches while memory is being predicted, because all need the same memory."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True
 
     def assumptions(self) -> list[str]:
-        """Return a note if a prediction does not count the outputs of some micro-batches."""
+        """Return a note if a memory prediction does not count the outputs of some micro-batches."""
         size = self._size
-        # Whether the largest batch has more micro-batches than a prediction runs.
+        # Whether the largest batch has more micro-batches than the prediction ran.
         is_cut = size is not None and (size.current or size.largest) * PREDICTED_PARTS < size.largest
         text = f"only {PREDICTED_PARTS} micro-batches of a batch are run: the others' outputs are not counted"
         return [text] if is_cut else []

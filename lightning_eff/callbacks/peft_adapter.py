@@ -8,7 +8,7 @@ layer, also a head, but not the output embedding of a Hugging Face model. Convol
 trained parameters and a fingerprint of the frozen base, and cannot be loaded onto another base.
 
 Why only methods that change layers: methods with virtual tokens need PEFT's wrapper around one Hugging Face
-model, and AdaLoRA needs a loop that allocates ranks between the backward pass and the step.
+model. AdaLoRA needs a loop that allocates ranks between the backward pass and the step.
 
 Saves: gradients and optimizer state of all parameters except the adapters.
 Costs: the adapters' matrix products in the forward and backward passes. Activations need as much memory as
@@ -118,10 +118,10 @@ class PeftAdapter(Managed):
 
     Args:
         method: PEFT's name of the method, for example `lora`, `ia3`, `vera`, `oft`, `loha` or `lokr`.
-        target_modules: As in PEFT: `all-linear`, a list of layer names or name endings, or a regular
-            expression for full names. None is allowed only with the option `target_parameters`.
+        target_modules: Either `all-linear`, a list of layer names or name endings, or a regular expression
+            for full names, as in PEFT. None is allowed only with the option `target_parameters`.
         modules_to_save: Names, or name endings, of modules to train in full, for example a new head.
-        options: Fields of the method's config by PEFT's names: `{"r": 16, "use_dora": true}`.
+        options: Fields of the method's config, by PEFT's names (`{"r": 16, "use_dora": true}`).
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
         unused: Name patterns of trainable parameters that need no gradient in the first step.
         save_base: Save full checkpoints. False saves the trained parameters and a fingerprint of the base.

@@ -4,7 +4,7 @@ For large images and volumes, activations at full resolution take most of a step
 each output pixel depends only on a window of the input. Local layers are convolutions, pooling, pointwise
 activations, dropout, normalization over channels, and batch normalization in evaluation mode. Consecutive
 local children of an `nn.Sequential` form a segment. One autograd function computes the segment in overlapping
-tiles; the overlap is the halo. The forward pass keeps only the segment's input, and the backward pass
+tiles; the overlap is the halo. The forward pass saves only the segment's input, and the backward pass
 recomputes one tile at a time. Parameters, names and checkpoints stay the same, hooks of the container run
 once, and each weight gets one gradient.
 
@@ -22,7 +22,7 @@ Three conditions are checked before a segment runs. The segment is tiled if all 
 
 - the segment's input has at least `min_pixels` pixels, and a single tile would exceed the budget;
 - the halo adds at most a quarter of the pixels;
-- the tiles need less memory than the activations that the layers would keep.
+- the tiles need less memory than the activations that the layers would save for the backward pass.
 
 A batch is divided into samples first, because a tile of full samples has no halo. A chain whose halo adds
 more than a quarter of the pixels is cut into shorter chains. Tiles are also used if gradients are disabled,
@@ -160,7 +160,7 @@ class TiledConv(Tiling):
     Raises:
         ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not a
             container.
-        ConflictError: The blocks are compiled, or another technique keeps the tiled activations.
+        ConflictError: The blocks are compiled, or another technique would store the activations of all tiles.
 
     Warns:
         NoEffectWarning: No container with convolutions was found, or nothing was computed in tiles.
@@ -244,7 +244,7 @@ class Segment:
     Args:
         num_tiles: Number of tiles per input.
         halo: Fraction of the layers' outputs that was computed more than once.
-        not_held_bytes: Bytes of activations that the layers would have kept for the backward pass.
+        not_held_bytes: Bytes of activations that the layers would have saved for the backward pass.
     """
 
     num_tiles: int
@@ -294,7 +294,7 @@ class TiledContainer:
                 x = children[0][1](x)
             else:
                 first, last = children[0][0], children[num_children - 1][0]
-                # Without gradients, the layers would have kept nothing.
+                # Without gradients, the layers would have saved nothing for the backward pass.
                 not_held = grid.kept_elements() * computed_itemsize(x) * torch.is_grad_enabled()
                 path = first if num_children == 1 else f"{first}-{last}"
                 segments[path] = Segment(grid.num_tiles, grid.halo(), not_held)

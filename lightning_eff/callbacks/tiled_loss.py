@@ -89,7 +89,7 @@ def tile_loss(
 
 def _tile(model: nn.Module, head: str | None, tile_budget_mib: float | None) -> dict[str, LateProjection]:
     name, module = find_head(model, head) or ("", None)
-    # A projection that is delayed already has its `_call_impl` replaced.
+    # If a projection is delayed already, its `_call_impl` has been replaced.
     if module is None or "_call_impl" in vars(module):
         return {}
     return {name: LateProjection(module, name, tile_budget_mib=tile_budget_mib)}
@@ -187,7 +187,7 @@ class TiledLoss(Tiling):
         """Pass the number of targets to GradientAccumulation and MicroBatch."""
         self._unweighted, self._has_warned = [], False
         step = trainer.fit_loop.epoch_loop.automatic_optimization
-        # Without these two callbacks, Lightning's own loop runs, which has no weights.
+        # Without these two callbacks, Lightning's own loop runs, which does not weight batches.
         if isinstance(step, lightning_loop.ExactStep):
             step.weigh, step.weighs_by = self._weigh, "targets of the tiled loss"
             for projection in self._tiled.values():
@@ -220,7 +220,7 @@ class TiledLoss(Tiling):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Compute the logits that are still referenced, and warn about backward passes that need weights."""
+        """Compute logits that are still referenced; warn about backward passes that need a loss weight."""
         # Why here too: the optimizer's own step hook runs before the closure that computes the batch.
         for projection in self._tiled.values():
             projection.compute_held()

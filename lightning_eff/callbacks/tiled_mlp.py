@@ -3,7 +3,7 @@
 On long sequences, an MLP's wide activations take most of the memory of a block's backward pass. The wide
 activations of a gated MLP are the outputs of two linear layers, an activation, an elementwise product and a
 gradient. With this callback, each MLP is computed in tiles of its tokens, and each tile is checkpointed
-(non-reentrant). The MLP keeps only its input, and its backward pass recomputes one tile at a time.
+(non-reentrant). The MLP saves only its input, and its backward pass recomputes one tile at a time.
 Parameters, names and checkpoints stay the same, hooks of the MLP run once, and each weight gets one gradient.
 
 A child of a repeated block is treated as an MLP if it is token-wise and has at least two weight matrices. A
@@ -28,8 +28,8 @@ Costs: one more forward pass of the MLPs, which adds at most a third to their op
     tensor after the MLP (for dropout, or for a norm of the MLP's output), the MLP is computed three times.
     Dropout inside an MLP draws a mask per tile, so results are statistically equal, but not bit-identical.
 When not: sequences are short (a warning says so); the peak lies in the loss or the optimizer step; the MLP is
-    not one module (`nn.TransformerEncoderLayer` has no module for it, and BERT has two). A model with only
-    such MLPs gets a `NoEffectWarning`.
+    not one module. `nn.TransformerEncoderLayer` has no module for its MLP, and BERT has two. A model with
+    only such MLPs gets a `NoEffectWarning`.
 Conflicts: `callbacks/torch_compile`; `callbacks/gradient_checkpointing` with `selective`, which keeps the
     products of all tiles; `callbacks/triton_gemm` with `fuse_mlps`, which replaces the same forward.
 Source: Arctic long sequence training, https://arxiv.org/abs/2506.13996; torch.utils.checkpoint
@@ -159,7 +159,7 @@ class TiledMLP(Tiling):
         ConfigError: A value is outside its range, `modules` selects nothing, or a selected module is not
             token-wise.
         ConflictError: The blocks are compiled, another technique replaces the same forward, or another
-            technique keeps the activations of all tiles.
+            technique would store the activations of all tiles.
 
     Warns:
         NoEffectWarning: No MLP was found, or each MLP was computed as one tile.
@@ -202,7 +202,7 @@ class TiledMLP(Tiling):
         # The size in float32; in 16 bits, half as many tiles are needed.
         wide_bytes = run.num_tokens * max(widest.values(), default=0) * NUM_WIDE * 4
         num_tiles = max(1, -(-wide_bytes // MIN_BUDGET_BYTES))
-        # With tiles, a recomputed MLP holds 1 / num_tiles of each of its activations at a time.
+        # With tiles, only 1 / num_tiles of each activation of a recomputed MLP is in memory at a time.
         inside = [index for index, owner in enumerate(run.owners(widest)) if owner]
         return Suggestion(
             technique=callback,
@@ -254,7 +254,7 @@ class TiledForward:
 
         y = cat(f(x[0:n]), f(x[n:2n]), ...)        x [*batch, T, C] as [T, C], n tokens per tile
 
-    The forward pass keeps only x; the backward pass recomputes one tile at a time. Autograd adds the tiles'
+    The forward pass saves only x; the backward pass recomputes one tile at a time. Autograd sums the tiles'
     gradients of a weight before the weight's hooks run. So DDP, FSDP2, ZeRO and optimizers that step in the
     backward pass get one gradient per weight.
 
@@ -310,7 +310,7 @@ class TiledForward:
         num_tiles = min(-(-wide_bytes // budget_bytes), num_tokens) if num_tokens >= self.min_tokens else 1
         self.max_tokens, num_tiles = max(self.max_tokens, num_tokens), max(num_tiles, 1)
         self.max_tiles = max(self.max_tiles, num_tiles)
-        # Without tiles, all wide activations are held at once; with tiles, only one tile's activations.
+        # Without tiles, all wide activations are in memory at once; with tiles, only one tile's activations.
         self.not_held_bytes = max(self.not_held_bytes, wide_bytes - wide_bytes // num_tiles)
         return num_tiles
 
@@ -349,7 +349,7 @@ class TiledForward:
         return join(outputs, x)
 
     def _checkpointed(self, tile: Tensor, saved: Tensor, state: CallState) -> Tensor:
-        first = [tile]  # the first run pops the tile, so that the checkpoint does not hold it
+        first = [tile]  # the first run pops the tile, so that the checkpoint has no reference to it
         run = functools.partial(self._run, first, state)
         # `checkpoint` restores random states and autocast of the device of `saved`, which has no elements.
         early: Any = {"early_stop": self._stops_early}

@@ -138,11 +138,11 @@ class TorchCompile(Managed):
         target: `blocks`, `forward`, the name of a submodule or method (`loss`, `net.encoder`), or a list.
         blocks: Blocks to compile, by class names or patterns of module names; if None, the repeated blocks.
         backend: `inductor`, or another backend that torch lists; `aot_eager` and `eager` need no compiler.
-        mode: `default`, `reduce-overhead`, `max-autotune`, `max-autotune-no-cudagraphs`; None is `default`.
+        mode: `default`, `reduce-overhead`, `max-autotune`, `max-autotune-no-cudagraphs`; if None, `default`.
         dynamic: True makes graphs for all shapes in the first step, and False makes one graph per shape. With
             None, the first change of a shape leads to one graph for all shapes.
         fullgraph: Raise an error at a graph break, instead of reporting the break.
-        cache_dir: Folder in which inductor keeps compiled code for the next run; None keeps torch's default.
+        cache_dir: Folder in which inductor stores compiled code for the next run; if None, torch's default.
             The environment variable `TORCHINDUCTOR_CACHE_DIR` takes precedence.
 
     Raises:
@@ -368,7 +368,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
     set in the environment take precedence, because a cluster's administrator knows which disks have space.
 
     Args:
-        folder: Folder to use, created if it is missing; None keeps torch's default.
+        folder: Folder to use, created if it is missing; if None, torch's default.
 
     Warns:
         NoEffectWarning: The folder's path contains a space, so torch's default folder is used.

@@ -54,8 +54,7 @@ class IndexStream:
     """Wraps a loader's batch sampler, so that a resumed pass can skip batches without loading their samples.
 
     A loader calls `iter` on this stream, then draws its workers' seed, then requests the first indices. To
-    repeat the saved order, the random states must equal the saved states at both moments: when `iter` is
-    called, and when the first indices are requested.
+    repeat the saved order, the random states must equal the saved states in the first and the third step.
 
     Args:
         source: The loader's batch sampler, or its sampler if the loader does not batch. The name `sampler` is
@@ -202,8 +201,7 @@ class ExactLoader(LoaderWrapper):
         return self._batches(iterator, None if self.is_shared else position, is_begun=num_dropped > 0)
 
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:
-        # Lightning fetches one batch ahead from a stateful loader without a length, so also keep the state
-        # from before the last fetched batch.
+        # Lightning fetches one batch ahead if a stateful loader has no length, so keep an earlier state too.
         is_ahead = is_stateful(self.loader) and sized_len(self.loader) is None
         is_begun |= self.stream is not None
         while True:
@@ -224,10 +222,7 @@ class ExactLoader(LoaderWrapper):
             yield batch
 
     def _begin(self) -> Position | None:
-        """Restore the random states from the start of a saved pass, and return its position.
-
-        Return None if the pass is new.
-        """
+        """Restore the random states of a saved pass's start, and return its position; None for a new pass."""
         run, loader = self.run, self.loader
         if run.pending is not None and getattr(loader, "persistent_workers", False):
             run.inexact.append("persistent workers do not keep their random states")
@@ -340,8 +335,7 @@ class ExactLoader(LoaderWrapper):
             if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
             self.run.restore(saved.start)
-            # Some samplers draw their order here, others when the first index is requested.
-            indices = iter(self.stream.source)
+            indices = iter(self.stream.source)  # some samplers draw the order here, others at an index
             self._begin_order(saved)
             deque(itertools.islice(self.stream.hashed(indices), len(saved.hashes)), maxlen=0)
         self.check_order(saved)
@@ -415,9 +409,8 @@ class StatefulExactLoader(ExactLoader):
 class StandaloneLoader(ExactLoader):
     """A loader for use without a Trainer; its state has the position and random states of each rank.
 
-    With Fabric, this class replaces Fabric's loader, sets the sampler's epoch, and moves batches to the
-    device. Fabric's loader would begin a pass only at the first batch, but the random states of the pass are
-    set when `iter` is called.
+    With Fabric, this class replaces Fabric's loader, sets the sampler's epoch, and moves batches to a device.
+    Fabric's loader would begin a pass at the first batch, but the random states are set earlier, by `iter`.
     """
 
     OWN = (*ExactLoader.OWN, "fabric_loader", "num_passes")
