@@ -28,7 +28,7 @@ from lightning_eff.core.errors import ConflictError, Remedy
 NAME = "lightning_eff_varlen"
 """Name under which the attention function is registered with transformers."""
 NOT_COMPUTED = ("dropout", "softcap", "position_bias", "s_aux", "sinks")
-"""Arguments of transformers' attention functions that change scores, and that the kernel lacks."""
+"""Attention arguments in transformers that change scores, and that the kernel does not support."""
 MASK_TENSORS = 2
 """Number of tensors in the closure of a document mask: document numbers and positions."""
 MIN_CAPABILITY = 80

@@ -127,7 +127,7 @@ def check_token_wise(module: nn.Module) -> TokenWise:
 
 
 def _sizes(module: nn.Module) -> list[int]:
-    """Return the feature counts inside a module; the most likely count of the module's input comes first."""
+    """Return the feature counts inside a module; the likeliest number of input features comes first."""
     sizes: list[int] = []
     for part in module.modules():
         if isinstance(part, nn.Linear):

@@ -11,9 +11,9 @@ of the loss, such as a temperature, get their gradients as usual.
 
 The recomputation of a micro-batch uses the random numbers, autocast, attributes and buffers of the first
 computation. Values that the recomputation writes or logs are dropped. `embed` must not compare samples.
-Before a batch is split for the first time, the callback checks `embed` on a few samples. It may be called
-several times in a step, for example for two views. The results of `embed` have one row per sample:
-embeddings, and labels if the loss needs labels.
+Before a batch is split for the first time, the callback checks `embed` on a few samples. A step may call
+`embed` several times, for example for two views. The results of `embed` have one row per sample: embeddings,
+and labels if the loss needs labels.
 
 Each rank computes the loss over the embeddings of all ranks; the step minimizes the mean of the ranks'
 losses. Batches may differ in size between ranks, unless ranks shard parameters or synchronize batch norms. If

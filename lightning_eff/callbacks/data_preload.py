@@ -12,8 +12,8 @@ draws. Workers give the same benefit if samples load slowly enough to matter.
 Saves: the time spent waiting for data, which the report shows as a fraction of the run.
 Costs: host memory for each worker, and device memory for batches that were copied early. Measuring takes a
     few seconds at the start, but at most a twentieth of an epoch's loading time. With a fixed number such as
-    `num_workers=2`, nothing is measured. With workers, random numbers differ in samples, and in samplers that
-    draw one index at a time. Streams and stateful loaders keep their number of workers.
+    `num_workers=2`, nothing is measured. With workers, samples draw different random numbers, and so do
+    samplers that draw one index at a time. Streams and stateful loaders keep their number of workers.
 When not: samples that load fast, because no workers are then used.
 Conflicts: none. If custom hooks move batches (`transfer_batch_to_device`, `on_before_batch_transfer`), no
     batch is copied ahead of use.
@@ -355,7 +355,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
     """Wraps a training loader, to use another number of workers and to copy batches to the device early.
 
     If the loader is iterated a second time during a pass, for example to look at some images, the second
-    iteration uses the wrapped loader. So it takes no batches from training.
+    iteration uses the wrapped loader, and takes no batches from training.
 
     Args:
         loader: The wrapped loader.
@@ -398,7 +398,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if is_at_once:
             self._source = source = iter(tuned)
             if tuned is not loader and not tuned.num_workers:
-                # Request the first index now, as workers would, since the sampler then draws its order.
+                # Like workers, request the first index now, because this request makes the sampler draw.
                 indices = source._sampler_iter  # noqa: SLF001
                 source._sampler_iter = itertools.chain(list(itertools.islice(indices, 1)), indices)  # noqa: SLF001
         else:

@@ -64,7 +64,7 @@ from lightning_eff.core.technique import (
 from lightning_eff.core.text import human_bytes
 
 MAX_NAMES = 12
-"""Maximum number of layer names in a remedy."""
+"""Maximum number of layer names in a suggested setting."""
 OWN_CHECKPOINTS = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
 """Strategies whose own checkpoints include the base, unless the strategy's `whole_checkpoints` is true."""
 CONFLICTS = (

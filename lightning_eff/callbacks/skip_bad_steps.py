@@ -142,7 +142,7 @@ class SkipBadSteps(Managed):
     def _begin(self, trainer: pl.Trainer) -> None:
         """Save the state before the first batch of a step."""
         self._is_bad = self._is_skipped = False
-        if trainer.optimizers[0] is not self._gated:  # in the first step, or replaced by a callback
+        if trainer.optimizers[0] is not self._gated:  # in the first step, or if a callback has replaced it
             self._gate(trainer.optimizers[0], trainer)
         self._first_batch = trainer.fit_loop.epoch_loop.batch_idx
         self._snapshot.keep()

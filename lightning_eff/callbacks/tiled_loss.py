@@ -131,7 +131,7 @@ class TiledLoss(Tiling):
         self.head = head
         self.tile_budget_mib = tile_budget_mib
         self._unweighted: list[Tensor] = []
-        """Numbers of targets per sample, in the backward passes of the current step that have no weight."""
+        """Targets per sample of each backward pass without a loss weight, in the current step."""
         self._has_warned = False
 
     def facts(self) -> Facts:

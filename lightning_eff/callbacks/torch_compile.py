@@ -190,7 +190,7 @@ class TorchCompile(Managed):
         fullgraph: bool = False,
         cache_dir: StrPath | None = None,
     ) -> None:
-        # Exclude no tags, since by default torch leaves out the debugging backends (`eager`, `aot_eager`).
+        # With the default of `exclude_tags`, torch leaves out the debugging backends (`eager`, `aot_eager`).
         backends: list[str] = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
             allowed = f"a backend of torch.compile; {suggest_name(backend, backends)}"

@@ -54,7 +54,7 @@ class IndexStream:
     """Wraps a loader's batch sampler, so that a resumed pass can skip batches without loading their samples.
 
     A loader calls `iter` on this stream, then draws its workers' seed, then requests the first indices. To
-    repeat the saved order, the random states must equal the saved states in the first and the third step.
+    repeat the saved order, the random states at `iter` and at the first request must equal the saved states.
 
     Args:
         source: The loader's batch sampler, or its sampler if the loader does not batch. The name `sampler` is
@@ -276,7 +276,7 @@ class ExactLoader(LoaderWrapper):
             text = f"the order of {saved.order} is not known on other ranks"
             run.inexact.append(f"{text}: samples of this epoch may be seen again")
             return None
-        # In every step, each of the saved ranks took `batch_size` samples from the common order.
+        # In every step, each rank of the saved run took `batch_size` samples from the common order.
         rest = order[saved.num_batches * saved.batch_size * run.num_saved_ranks :]
         # As in torch's DistributedSampler, repeat samples until all ranks get the same number of samples.
         # Rank r takes the samples r, r + num_ranks, r + 2 * num_ranks, and so on.
@@ -335,7 +335,7 @@ class ExactLoader(LoaderWrapper):
             if (sampler := sampler_with_epoch(self.loader)) is not None:
                 sampler.set_epoch(saved.epoch)
             self.run.restore(saved.start)
-            indices = iter(self.stream.source)  # some samplers draw the order here, others at an index
+            indices = iter(self.stream.source)  # some samplers draw the order here, others later
             self._begin_order(saved)
             deque(itertools.islice(self.stream.hashed(indices), len(saved.hashes)), maxlen=0)
         self.check_order(saved)

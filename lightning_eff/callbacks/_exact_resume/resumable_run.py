@@ -65,7 +65,7 @@ class RankPosition:
         num_ahead: Number of batches that Lightning had fetched after the last trained batch; 1 for a loader
             without a length, else 0.
         is_over: Whether the epoch had ended. If so, the loaders begin a new pass.
-        loaders: Positions in Lightning's order of loaders.
+        loaders: Positions of the loaders, in Lightning's order.
         notes: Reasons why a run that resumes at this position is not exact.
     """
 
