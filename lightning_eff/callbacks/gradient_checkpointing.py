@@ -15,7 +15,7 @@ A block runs again with the random numbers, autocast state, attributes, paramete
 that its forward pass had, so the result is bit-identical. The documentation page lists the changes that stop
 the run, and changes that are not detected, for example changes of global variables.
 
-Saves: activations, because a recomputed block saves only its inputs for the backward pass.
+Saves: activations, because a recomputed block stores only its inputs for the backward pass.
 Costs: one more forward pass of the recomputed blocks. With `full`, this extra pass adds a third to a step's
     operations. With `selective`, only pointwise operations run again. `offload` copies each block's inputs
     over the bus twice, and needs pinned host memory of up to twice the size of these inputs. A block's hooks
@@ -192,6 +192,7 @@ class GradientCheckpointing(Managed):
         if stage != "fit":
             return
         if self.policy == "fit":
+            # MemoryFit copies the module, so create it before a technique changes the module.
             self._fit = MemoryFit(trainer, self, pl_module)
         self.cleanup.enter_context(oldest_graphs_first())
         if self.policy == "budget":

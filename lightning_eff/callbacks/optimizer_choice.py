@@ -13,7 +13,7 @@ Costs: none, apart from the costs of the optimizer itself.
 When not: you want to keep the module's own optimizers (use `optimizer=module`).
 Conflicts: modules with manual optimization are rejected, because they step the optimizers that they made.
     Each optimizer states its own conflicts.
-Source: decay only on matrices as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html
+Source: weight decay only on matrices, as in GPT-2's training; https://docs.pytorch.org/docs/stable/optim.html
 """
 
 from __future__ import annotations

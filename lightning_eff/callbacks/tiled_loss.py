@@ -194,7 +194,7 @@ class TiledLoss(Tiling):
                 projection.means = []
 
     def _weigh(self, output: Any, num_samples: int | None) -> Any:
-        """Add `loss_weight` to a step's output if its loss is an unchanged tiled mean and has no weight yet.
+        """Add `loss_weight` to a step's output if the loss is an unchanged tiled mean without a weight.
 
         `num_samples` is 0 when the loop checks the loss outside of a step.
         """

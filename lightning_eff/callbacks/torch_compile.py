@@ -364,7 +364,7 @@ def cache_in(folder: Path | None) -> Generator[Path]:
 
     Inductor and Triton name each file by a hash of its sources, so a file is never used for another model,
     torch version or GPU. Both rename complete files into place and use locks, so ranks and runs may share a
-    folder. By default, torch uses the system's temporary folder, which containers and clusters empty. Folders
+    folder. By default, torch uses the system's temporary folder, which containers and clusters clear. Folders
     set in the environment take precedence, because a cluster's administrator knows which disks have space.
 
     Args:
