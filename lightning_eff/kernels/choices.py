@@ -2,7 +2,7 @@
 
 `dispatch.choices_of` returns the choices. Choices are stored as files in the user's cache folder. A file's
 key consists of the GPU model, the versions of torch and Triton, and a hash of the kernels' code. A file is
-valid only for its key. Changes of comments, docstrings or layout do not change the hash. Files in the folder
+valid only for its key. Changes to comments, docstrings or layout do not change the hash. Files in the folder
 `measured` ship with the package and are read first. A damaged file counts as empty, and so does a file with
 another key.
 """
@@ -28,7 +28,7 @@ from lightning_eff.kernels.tile_configs import BY_NAME, CONFIGS, Shape, TileConf
 LIBRARY = "torch's library"
 SHIPPED = Path(__file__).with_name("measured")
 SOURCES = ("gemm_kernels.py", "epilogue.py", "launch.py")
-"""Source files that affect the speed of a config, in addition to its numbers."""
+"""Source files whose code affects the speed of all configs."""
 
 
 class Choice(NamedTuple):
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """The choices for one GPU model, by the names of shapes.
+    """The choices for one GPU model, indexed by the names of shapes.
 
     Args:
         device: A GPU of this model.
@@ -71,7 +71,7 @@ class Choices:
                 self.adopt(path.read_bytes())
 
     def adopt(self, text: str | bytes) -> None:
-        """Add the choices from the text of a file or of rank 0; a text with another key is ignored."""
+        """Add the choices in a text, which is from a file or from rank 0; ignore a text with another key."""
         try:
             content = json.loads(text)
             if content["key"] == self.key:
@@ -112,7 +112,7 @@ class Choices:
                 Path(temporary).unlink(missing_ok=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per shape of this run: backend, and ratio or the reason for no measurement."""
+        """Return a row per shape of this run: the backend, and its ratio or why nothing was measured."""
         rows: list[dict[str, Any]] = []
         for shape, reason in self.asked.items():
             choice = self.known.get(str(shape))
@@ -129,7 +129,7 @@ class Choices:
 
 
 def _code(path: Path) -> str:
-    """Return the code of a module in one layout, without comments and docstrings."""
+    """Return the code of a module in a normalized layout, without comments and docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K.
+"""Launch the kernels with their grids, strides, compile-time constants, and scratch memory for split K.
 
 On its first call, a `Launch` binds a config to the sizes, strides and formats of one GEMM. Later calls pass
 addresses and factors straight to the compiled kernel, without Triton's own lookup, which takes longer than

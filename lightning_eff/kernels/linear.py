@@ -1,4 +1,4 @@
-"""A linear layer computed by our GEMM: `nn.Linear` with another class, but with the same parameters.
+"""A linear layer that our GEMM computes: an `nn.Linear` with a new class and with the same parameters.
 
     y = x @ weight.T + bias
 
@@ -81,7 +81,7 @@ class Accumulation:
             return False
         # A hook needs the gradient as a tensor, and adding in place never creates that tensor.
         has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-        is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # a prediction's weight is fake
+        is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # fake if memory is predicted
         if has_hooks or not is_plain or not weight.is_leaf:
             return False
         # Only `backward` accumulates into .grad. `autograd.grad` returns the gradient instead; in its
@@ -93,7 +93,7 @@ class Accumulation:
 
 
 class TritonLinear(nn.Linear):
-    """A linear layer by our GEMM, built like `nn.Linear`; assign the class to `__class__` to convert a layer.
+    """An `nn.Linear` that our GEMM computes; to convert a layer, assign this class to its `__class__`.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -178,8 +178,8 @@ def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of the weight in autocast's dtype; like autocast, reuse the copy while a graph holds it.
 
     A layer that is called a hundred times in a forward pass casts its weight once, and keeps one copy. A
-    change through `weight.data` is not detected while a graph holds the copy: call `forget_copies` after an
-    optimizer step.
+    change through `weight.data` is not detected while a graph holds the copy, so `forget_copies` must be
+    called after an optimizer step.
     """
     # `_version` counts in-place changes; the address changes if `weight.data` is assigned.
     version = (dtype, weight._version, weight.data_ptr())  # noqa: SLF001
@@ -244,7 +244,8 @@ def weight_gradient(
     `node` is the graph node that accumulates the weight's gradient.
     """
     is_ours = backend != "torch"
-    # On a CPU torch's library adds only in the dtype of its operands; otherwise autograd adds.
+    # On a CPU, torch's library adds a product only to a tensor of the operands' dtype; otherwise autograd
+    # adds.
     may_add = is_ours or x.is_cuda or weight.dtype == x.dtype
     if may_add and accumulation is not None and accumulation.takes(weight, node):
         # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
@@ -276,7 +277,7 @@ def product(
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor | None, used: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that have a graph, because torch's differentiable functions compute them."""
+    """Return differentiable gradients, which torch's own functions compute."""
     weight, bias_dtype = ctx.weight, ctx.bias_dtype
     grad_x = grad @ weight.to(grad.dtype) if used is not None else None
     grad_weight = (grad.T @ x).to(weight.dtype) if x is not None else None

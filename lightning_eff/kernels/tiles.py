@@ -1,11 +1,11 @@
 """Predict the time of a GEMM with each tile config on a device, rank configs, and explain the best config.
 
 A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N. An SM computes one tile at a time, so tiles run in
-waves, with one tile per SM. The cost model contains four losses. Wave quantization: in the last wave, some
-SMs have no tile. Tile quantization: tiles at the edge also compute elements beyond the result. Repeated
-reads: operands are read again if the L2 cache is too small. Alignment: the tensor memory accelerator (TMA)
-can copy only rows that start at a multiple of 16 bytes. Times are predictions. dispatch.py uses the ranking,
-and `explain_tiles` is for users.
+waves, with one tile per SM. The cost model contains four causes of lost time. Wave quantization: in the last
+wave, some SMs have no tile. Tile quantization: tiles at the edge also compute elements beyond the result.
+Repeated reads: operands are read again if the L2 cache is too small. Alignment: the tensor memory accelerator
+(TMA) can copy only rows that start at a multiple of 16 bytes. Times are predictions. dispatch.py uses the
+ranking, and `explain_tiles` is for users.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileCo
 KERNEL_LAUNCH_S = 5e-6
 """Seconds from the end of one kernel to the start of the next kernel."""
 MIN_WAVE_EFFICIENCY = 0.95
-"""Fraction of the SMs' time that a recommended size must use, which is 1 - wave quantization."""
+"""Smallest wave efficiency (1 - wave quantization) of a recommended size."""
 ALIGNED_SIZE = 64
 """Recommended N and K are multiples of 64, for full steps of K and more alignment than TMA requires."""
 MARGIN_BYTES = 2048
-"""Most shared memory that a kernel uses in addition to tiles: barriers, and the epilogue's scratch memory."""
+"""Largest shared memory of a kernel in addition to tiles, for barriers and the epilogue's scratch memory."""
 
 
 class Cost:
