@@ -81,7 +81,7 @@ def check_mean(
         is_low: Whether matrix products run in 16 or 8 bits.
     """
     found, parameters = MeanCheck(), list(module.parameters())
-    if is_fake(parameters[0]):  # in a memory prediction, tensors have no values
+    if is_fake(parameters[0]):  # while memory is predicted, tensors have no values
         return found
     try:
         norms: Any = (child for child in module.modules() if isinstance(child, batch_norm_class()))
@@ -91,7 +91,7 @@ def check_mean(
             _stop("the batch has a single sample, or its samples cannot be counted")
         # A few samples suffice: the test for a mean does not depend on the number of samples.
         few = size.split(batch, min(MAX_SAMPLES, max_samples))[0]
-        # Use two sizes of parts: a loss over the hardest half of the samples may pass with one size.
+        # Use two sizes of parts, because a loss over the hardest half of the samples may pass with one size.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
         # Eagerly, since new shapes would be compiled; `real_tensors` hides the passes from counters.

@@ -69,7 +69,7 @@ PartOutputs = list[tuple[MicroBatchPart, Any]]
 class Halving:
     """An out-of-memory error, and the micro-batch size that was tried next."""
 
-    before: int  # micro-batch size in samples that did not fit
+    before: int  # micro-batch size that did not fit, in samples
     after: int  # micro-batch size that was tried next
     reason: str  # first line of the allocator's message
 
@@ -87,7 +87,7 @@ class MicroBatchSize:
     tried: dict[int, bool] = field(default_factory=dict[int, bool])  # last search: size -> whether it fits
     num_split: int = 0  # batches that were split
     largest: int = 0  # samples of the largest batch so far
-    max_parts: int | None = None  # for predictions: run this many micro-batches of a batch, skip the middle
+    max_parts: int | None = None  # most micro-batches to run while memory is predicted
 
     def num_samples(self, batch: Any) -> int | None:
         """Count the samples of a batch by the current rules; return None if counting is not possible."""
@@ -289,7 +289,7 @@ class OomRetry:
             )
 
     def finish(self) -> None:
-        """Average gradients over the ranks, make the ranks' sizes equal, and free the batches."""
+        """Average gradients over the ranks, make the ranks' micro-batch sizes equal, and free the batches."""
         self._earlier = []
         self._is_finished = True
         if self.replica is not None:
@@ -361,7 +361,7 @@ class OomRetry:
 
     @contextmanager
     def _without_trace(self, optimizer: Optimizer) -> Generator[None]:
-        """Undo all changes on exit, and hide the trial from operation counters and step hooks."""
+        """Hide a trial from operation counters and step hooks, and undo its changes when the context ends."""
         parameters = list(self._model.parameters())
         current = [parameter.grad for parameter in parameters]
         # Copy to host memory, so that a trial has as much device memory as a real step.

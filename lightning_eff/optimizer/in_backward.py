@@ -1,6 +1,6 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-So only one layer's gradients exist at a time. Schedulers and checkpoints see one optimizer, in which each
+Only one layer's gradients exist at a time. Schedulers and checkpoints see one optimizer, in which each
 parameter has a separate inner optimizer. A checkpoint has the layout of the inner optimizer over the same
 groups. So this class can load a checkpoint of the inner class, and the inner class can load a checkpoint of
 this class.
@@ -63,8 +63,8 @@ REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
         ),
     ),
 }
-"""For each conflict that needs the gradients after the backward pass, the reason, and a remedy if
-possible."""
+"""For each setting or technique that needs the gradients after the backward pass, the reason of the conflict,
+and a remedy if possible."""
 
 
 class InBackward(PerParameter):
@@ -74,8 +74,9 @@ class InBackward(PerParameter):
         params: Parameters or parameter groups.
         lr: Learning rate.
         weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
-        optimizer: Class that steps each parameter, from torch.optim or another class with state per
-            parameter. The class gets `lr` and `weight_decay` from the arguments above. None for fused AdamW.
+        optimizer: Optimizer class that steps each parameter: a class from torch.optim, or any other class
+            that keeps its state per parameter. The class gets `lr` and `weight_decay` from the arguments
+            above. None for fused AdamW.
         max_parameter_norm: Largest norm of one parameter's gradient; larger gradients are scaled down. With
             None, gradients are not clipped.
 
@@ -135,11 +136,11 @@ class InBackward(PerParameter):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest this optimizer instead of AdamW: each gradient is freed before most others exist."""
+        """Suggest this optimizer instead of AdamW, since it frees each gradient before most others exist."""
         gradients = {i: run.sizes[i] for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
         if not run.has_adamw or not gradients:
             return None
-        # At the peak one gradient is left: assume the largest gradient.
+        # At the peak one gradient is left, which is assumed to be the largest gradient.
         largest = max(gradients.values())
         freed = [index for index, num_bytes in gradients.items() if num_bytes < largest]
         return Suggestion(
@@ -151,7 +152,7 @@ class InBackward(PerParameter):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        optimizer = weakref.ref(self)  # parameters outlive optimizers: hooks must not hold the optimizer
+        optimizer = weakref.ref(self)  # parameters outlive optimizers, so hooks must not keep one alive
 
         def step_if_alive(parameter: Tensor) -> None:
             alive = optimizer()
@@ -195,7 +196,7 @@ class InBackward(PerParameter):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, whose backward pass steps; then step parameters that still have gradients."""
+        """Run the closure, whose backward pass steps; then step the parameters that still have gradients."""
         if closure is not None:
             self._freed_bytes = 0  # counted per step
         with torch.enable_grad():
