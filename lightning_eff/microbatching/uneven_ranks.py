@@ -211,8 +211,7 @@ def _unwrapped(loader: Any) -> Any:
 
 
 def has_known_length(loader: Any) -> bool:
-    """Return whether a loader's length is reliable: it has map-style data, and samplers of torch or
-    Lightning."""
+    """Return whether a loader's length is reliable: map-style data, and samplers of torch or Lightning."""
     samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     # `__class__`, not `type()`: our wrapper of a sampler has the inner sampler's class as its `__class__`.
     origins = {each.__class__.__module__.split(".")[0] for each in samplers if each is not None}
