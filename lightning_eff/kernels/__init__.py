@@ -6,7 +6,7 @@ call each other in this order, from a layer's forward pass to the product of two
     linear.py         the layer: its three GEMMs
     matmul.py         gemm, the public function; the torch operator
     dispatch.py       choose torch's library or our kernels, and a config
-    measure.py        on the first call of a shape: measure which is faster
+    measure.py        measure which is faster, in the first call of a shape
     choices.py        store the measurements in a file for the next process
     launch.py         grids, strides, scratch memory
     gemm_kernels.py   the Triton kernels

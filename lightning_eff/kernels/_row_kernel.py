@@ -47,7 +47,7 @@ MAX_BLOCK = 2048
 COLUMNS_OF_A_WARP = 256
 """8 columns per thread. With 16, the sums that all options need would not fit in registers."""
 PITCH = 16
-"""Each row starts at a multiple of this number of elements, so that loads are vector loads for any V."""
+"""Each row starts at a multiple of this number of elements, so that loads are vectorized for any V."""
 
 
 def runs_on(logits: Tensor) -> bool:
@@ -123,7 +123,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
         x = _scaled(logits, c, V, pitch, softcap, cooling)
         e, e_distance = _decay(m, x)
         if SUMS == "entropy":
-            # A larger x becomes the new m: the sums are rescaled by e = exp(m - x).
+            # A larger x becomes the new m, and the sums are rescaled by e = exp(m - x).
             u = tl.where(x > m, u * e + d * e_distance, u + e_distance)
         d = tl.where(x > m, d * e + 1.0, d + e)
         m = tl.maximum(m, x)

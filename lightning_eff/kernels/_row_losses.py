@@ -45,11 +45,11 @@ CPU_BUDGET_MIB = 16
 MIN_TILES = 8
 """Smallest default number of tiles on a CPU; with a small vocabulary, fewer tiles save too little."""
 MIN_ROWS = 128
-"""Smallest default tile on a CPU, in rows, because smaller products are slow (benchmarks/tiled_loss.py)."""
+"""Smallest default number of rows per CPU tile; smaller products are slow (benchmarks/tiled_loss.py)."""
 GPU_SHARE = 64
 """A GPU's default budget is at least 1 / 64 of its memory, rounded down to a power of two."""
 GPU_ROWS = 2048
-"""Largest default tile on a GPU, in rows; each tile reads and writes the weight's full gradient once."""
+"""Largest default number of rows per GPU tile; each tile reads and writes the weight's full gradient."""
 MAX_16_BIT_TILES = 16
 """Largest number of tiles for 16-bit inputs, since each tile rounds a 16-bit weight gradient once more."""
 PART_BYTES = 1 << 18
@@ -126,7 +126,7 @@ class Projection:
         # 4 bytes per float32 logit.
         fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
         step = num_rows if devices.gpu_of(logits) is not None else fitting
-        # There are many views: `split` makes all views of a tensor in one call.
+        # `split` makes all views of a tensor in one call, because there may be many.
         views = [repeat(None) if each is None else each.split(step) for each in (logits, *others)]
         return islice(zip(*views), 1 if is_fake(logits) else None)  # noqa: B905 - Nones repeat for ever
 
@@ -204,7 +204,7 @@ class CrossEntropy(RowLoss):
         self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         target, weights = self.target[at].unsqueeze(1), self.class_weight
-        # Terms of the module's formula: w_t, s / V * w_c, and s / V * sum_c w_c.
+        # Terms of the formula in this file's docstring: w_t, s / V * w_c, and s / V * sum_c w_c.
         weight: Any = 1.0 if weights is None else weights[target]
         smoothing = self.label_smoothing / logits.shape[1]
         of_class: Any = smoothing if weights is None else smoothing * weights
@@ -299,8 +299,8 @@ class CrossEntropy(RowLoss):
 class Divergence(RowLoss):
     """Generalized Jensen-Shannon divergence of a student s and a teacher t, with m = (1 - beta) s + beta t.
 
-    The divergence is beta * KL(t, m) + (1 - beta) * KL(s, m). Its limits are KL(t, s) for beta = 0 and KL(s,
-    t) for beta = 1. The gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m); for
+    The divergence is beta * KL(t, m) + (1 - beta) * KL(s, m). However, beta = 0 stands for KL(t, s), and beta
+    = 1 for KL(s, t). The gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m); for
     beta = 1, u = log(s / t).
     """
 
@@ -331,7 +331,7 @@ class Divergence(RowLoss):
         """Return the divergence [r, 1] of rows, and the gradient [r, V] of the student's scaled logits."""
         s, t, beta = log_s.exp(), log_t.exp(), self.beta
         if beta == 0.0:
-            # The limit for beta 0: KL(t, s), whose gradient with respect to l_c is s_c - t_c.
+            # beta = 0 stands for KL(t, s), whose gradient with respect to l_c is s_c - t_c.
             return (t * (log_t - log_s)).sum(-1, keepdim=True), s - t
         log_m = log_t
         if beta < 1.0:

@@ -52,7 +52,7 @@ class Choices:
 
     def __init__(self, device: torch.device) -> None:
         gpu: Any = torch.cuda.get_device_properties(device)
-        # The hash covers kernels and configs: measurements of other kernels or configs do not apply.
+        # The hash covers kernels and configs, because measurements of other kernels or configs do not apply.
         kernels = hashlib.sha256(repr(CONFIGS).encode())
         for source in SOURCES:
             kernels.update(_code(Path(__file__).with_name(source)).encode())

@@ -186,8 +186,9 @@ class _Run:
     def __init__(self, grid: Grid, device: torch.device) -> None:
         self._grid, kind = grid, device.type
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        # Casts of weights are not cached: surrounding code would reuse these casts, which have no gradient.
-        # The backward pass runs outside of the caller's autocast, so the state of autocast is kept here.
+        # Casts of weights are not cached, because surrounding code would reuse these casts, which have no
+        # gradient. The backward pass runs outside of the caller's autocast, so the state of autocast is kept
+        # here.
         self._autocast = lambda: torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
         draws = any(layer.draws for layer in grid.layers)
         self._redraw = _redraw(device) if draws else contextlib.nullcontext

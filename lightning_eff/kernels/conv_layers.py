@@ -4,9 +4,9 @@ Along each spatial axis, output `o` reads the inputs
 
     o * stride - low + tap * dilation        for 0 <= tap < kernel
 
-Inputs below 0 and beyond the image are padding. A module whose output depends on inputs outside such a
-window, or whose padding is not constant, is not supported. Such a module ends a segment, and torch computes
-the module for the whole image.
+Inputs below 0 and beyond the image are padding. A module is not supported if its output depends on inputs
+outside such a window, or if its padding is not constant. Such a module ends a segment, and torch computes the
+module for the whole image.
 
 A module's sizes, flags and weights are read at each call. Only torch's own classes are supported, by exact
 type, since a subclass, a parametrization or an adapter may compute anything. The exception is layer
@@ -100,14 +100,14 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """A layer in a form that can compute one tile.
+    """A layer as a function that can compute a single tile.
 
     Args:
         compute: Function of a tile of the input, the tensors, and the padding at both ends of each axis.
         windows: One window per spatial axis; empty for a pointwise layer, which takes any number of axes.
         channels: Number of output channels; None if it equals the number of input channels.
         tensors: Weights and similar tensors that may need a gradient.
-        keeps: The tensor that autograd keeps for the backward pass: `input`, `result`, or empty for none.
+        keeps: The tensor that autograd saves for the backward pass: `input`, `result`, or empty for none.
         is_in_place: Whether the layer overwrites its input.
         draws: Whether the layer draws random numbers.
     """
@@ -317,7 +317,7 @@ def _batch_norm(module: Any) -> LocalLayer | str:
 
 
 def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
-    """Return an `nn.LayerNorm` subclass that normalizes over channels as a layer, else the reason why not.
+    """Return the layer if an `nn.LayerNorm` subclass normalizes over channels, else the reason why not.
 
     A copy of the module gets test weights and runs on a float64 image [2, channels, *space]. The result is
     compared with the formula.

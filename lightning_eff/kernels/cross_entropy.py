@@ -20,7 +20,7 @@ and the error of this loss is 1e-7. Compared with torch's fastest options on a C
 5 % longer and at most 1 % more memory. For small losses with a frozen weight, this loss takes 20 % longer,
 and 37 % longer in bfloat16 (docs/benchmarks/tiles.md).
 Why not an inner `backward()` per tile: hooks would fire once per tile, and DDP rejects the second call.
-Why not a checkpoint per tile: autograd adds each tile's dW [V, D] to the previous sum, which takes twice the
+Why not checkpointing per tile: autograd adds each tile's dW [V, D] to the previous sum, which takes twice the
 memory.
 """
 
@@ -194,7 +194,7 @@ def token_logprobs(
     Args:
         x: Hidden states, `d` features last.
         weight: Weight of the output projection, as `nn.Linear` stores it.
-        target: Class of each row. There is no ignored index; select rows first.
+        target: Class of each row. There is no ignored index, so rows must be selected before the call.
         bias: One value per class, or None.
         temperature: Divisor of the logits, applied after `softcap`.
         softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.

@@ -188,7 +188,8 @@ def of(device: torch.device) -> Device:
 @functools.cache
 def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
     """Return the table's entry for a GPU, or an estimate for an unknown GPU; `sizes` come from the driver."""
-    # The driver's name contains the table's name as a word. NVL boards have as many SMs, but lower clocks.
+    # The driver's name contains the table's name as a word. NVL boards have the same number of SMs, but lower
+    # clocks.
     known = (info for info in DEVICES.values() if re.search(rf"\b{info.name}\b", name) and "NVL" not in name)
     device = next((info for info in known if info.num_sms == num_sms), None)
     if device is not None:
@@ -217,7 +218,7 @@ def predicted(gpu: Device | None) -> Generator[None]:
 
 
 def gpu_of(tensor: Tensor) -> Device | None:
-    """Return the GPU of a tensor, or the predicted GPU of a fake tensor; None for a CPU tensor.
+    """Return a tensor's GPU, for a fake tensor the GPU that `predicted` has set; None for a CPU tensor.
 
     Example:
         >>> gpu_of(torch.ones(2)) is None

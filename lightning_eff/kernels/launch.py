@@ -177,7 +177,7 @@ def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
 
 
 def _is_like_d(c: Tensor, d: Tensor) -> bool:
-    """Return whether C is as contiguous and aligned as TMA requires of D, so that C is read in vectors."""
+    """Return whether C is contiguous and aligned, as TMA requires of D; C can then be read in vectors."""
     return c.stride(1) == 1 and not (c.stride(0) * d.element_size() % TMA_BYTES or c.data_ptr() % TMA_BYTES)
 
 

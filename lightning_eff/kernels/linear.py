@@ -8,11 +8,11 @@
     input's gradient   X [T, K] = Y [T, N] @ W [N, K]       nn
     weight's gradient  W [N, K] = Y [T, N].T @ X [T, K]     tn
 
-While an `Accumulation` is open, the GEMM adds the weight's gradient to `weight.grad` (C = dW, beta = 1). So
-no second gradient of the weight's size is allocated. In the first micro-batch of a step, `weight.grad` is
-None, and autograd stores the layer's gradient there (beta = 0).
+Inside the context of an `Accumulation`, the GEMM adds the weight's gradient to `weight.grad` (C = dW, beta =
+1). So no second gradient of the weight's size is allocated. In the first micro-batch of a step, `weight.grad`
+is None, and autograd stores the layer's gradient there (beta = 0).
 
-Only the code that runs the backward passes can open an `Accumulation`. A gradient that is added in place
+Only the code that runs the backward passes should enter this context. A gradient that is added in place
 bypasses autograd. A hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss that gradient,
 so a layer adds in place only in the absence of all three.
 
@@ -42,7 +42,7 @@ from lightning_eff.kernels.operands import DTYPES, Operands
 class Accumulation:
     """Allow layers to add gradients in place inside a `with` block, and count these additions.
 
-    Use the block around a backward pass in which DDP does not reduce gradients.
+    The block may contain only backward passes in which DDP does not reduce gradients.
 
     Args:
         is_expected: Whether a step may have several backward passes; if False, layers do not prepare for
@@ -204,7 +204,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor | None, backend: str,
         accumulation: Accumulation | None,
     ) -> Tensor:  # fmt: skip
-        # Detached: `weight.data = ...` before the backward pass must not change the weight used here.
+        # Detached, so that an assignment to `weight.data` before the backward pass does not change this
+        # weight.
         used = weight.detach() if copy is None else copy
         low_bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         # dX needs W, and dW needs X.

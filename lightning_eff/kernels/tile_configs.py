@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 TMA_BYTES = 16
-"""Alignment of the start of a row that the tensor memory accelerator requires."""
+"""Alignment in bytes that the tensor memory accelerator requires for the start of each row."""
 
 
 @dataclass(frozen=True)

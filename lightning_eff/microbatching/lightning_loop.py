@@ -101,7 +101,7 @@ class ExactStep(_AutomaticOptimization):
         self.around_training_step: Callable[[], AbstractContextManager[None]] = nullcontext
         """Function, set by Contrastive, that returns a context for each `training_step`."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
-        """Function that adds a weight to an output of `training_step`, given its samples (0 in a check)."""
+        """Function that adds a weight to the step's output, given the number of samples (0 in a check)."""
         self.weighs_by = ""
         """Name of the items that `weigh` counts, for the report."""
         self.counts_by = "samples count equally"
@@ -118,7 +118,8 @@ class ExactStep(_AutomaticOptimization):
         self._window = Window(
             lambda: (value for group in trainer.optimizers[0].param_groups for value in group["params"]),
             num_ranks=trainer.world_size,
-            # This sum is a collective. With weights, it runs once per window, and twice in the first window.
+            # This sum is a collective. If batches have weights, the sum runs once per window, and twice in
+            # the first.
             sum_over_ranks=lambda value: self._reduce(value, "sum"),
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
@@ -418,7 +419,7 @@ class ExactStep(_AutomaticOptimization):
 
         def closure() -> Any:
             if next(evaluations) and self._position > 1:
-                save_nothing_on_exception(self.trainer)  # the optimizer has set the weights for a trial
+                save_nothing_on_exception(self.trainer)  # the optimizer has changed the weights to try a step
                 raise ConfigError(
                     key="optimizer",
                     value=type(self.trainer.optimizers[0]).__name__,

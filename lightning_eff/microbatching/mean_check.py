@@ -94,7 +94,7 @@ def check_mean(
         # Use two sizes of parts, because a loss over the hardest half of the samples may pass with one size.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
-        # Eagerly, since new shapes would be compiled; `real_tensors` hides the passes from counters.
+        # In eager mode, since new shapes would be compiled; `real_tensors` hides the passes from counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
             full, again = run_part(few), run_part(few)  # twice, to detect a loss that is not deterministic
@@ -227,7 +227,7 @@ class _Untraced:
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():
-                # Compare values too: a change through `parameter.data` does not increase the version.
+                # Compare values too, because a change through `parameter.data` does not increase the version.
                 if name in changed or not torch.equal(data, values):
                     changed.add(name)
                     parameters[name].data = data.copy_(values)

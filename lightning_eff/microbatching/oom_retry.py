@@ -7,8 +7,8 @@ batches are computed again too, but their values are logged once.
 
 For each size, the search runs the parts of a step that need the most memory, and undoes their changes. A
 trial runs two or three micro-batches, the optimizer's update, and one more micro-batch. The second
-micro-batch adds to existing gradients. The update may allocate the optimizer's state, so the last micro-batch
-has less memory.
+micro-batch adds to existing gradients. The update may allocate the optimizer's state, so less memory is left
+for the last micro-batch.
 
 Under DDP, a rank that runs out of memory in a backward pass leaves the other ranks waiting, and DDP's reducer
 in an undefined state. With `auto`, every micro-batch therefore runs without collectives, and the other ranks
@@ -87,7 +87,7 @@ class MicroBatchSize:
     tried: dict[int, bool] = field(default_factory=dict[int, bool])  # last search: size -> whether it fits
     num_split: int = 0  # batches that were split
     largest: int = 0  # samples of the largest batch so far
-    max_parts: int | None = None  # most micro-batches to run while memory is predicted
+    max_parts: int | None = None  # most micro-batches per batch while memory is predicted; skips the middle
 
     def num_samples(self, batch: Any) -> int | None:
         """Count the samples of a batch by the current rules; return None if counting is not possible."""
@@ -259,7 +259,8 @@ class OomRetry:
                 if not is_out_of_memory(error):
                     raise
                 self._size.halve(self._size.num_samples(current.batch), error)
-            # Free memory after the handler: inside the handler, the error keeps the failed pass's tensors.
+            # Free memory after the handler, because inside it the error keeps the failed pass's tensors
+            # alive.
             self._undo(current)
             free_memory(self._device)
             is_retry = True
@@ -397,7 +398,8 @@ def _versions(batch: Any) -> list[int]:
 
 def take_buffers(model: DistributedDataParallel) -> None:
     """Broadcast rank 0's buffers, as DDP does in a forward pass; all ranks must call this function."""
-    # Broadcast in evaluation mode too: Lightning's first validation leaves DDP's wrapper in this mode.
+    # Broadcast in evaluation mode too, because Lightning's first validation leaves DDP's wrapper in this
+    # mode.
     for buffer in model.module.buffers() if model.broadcast_buffers else ():
         dist.broadcast(buffer, 0, group=model.process_group)
 
@@ -425,7 +427,8 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     num_ranks = dist.get_world_size(model.process_group)
     has_gradient = [float(parameter.grad is not None) for parameter in parameters]
-    # One vector, so that one all-reduce sums `also` and counts the ranks with a gradient of each parameter.
+    # One vector, so that one all-reduce sums `also` and counts, per parameter, the ranks that have a
+    # gradient.
     counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(counts, group=model.process_group)
     total, *counts_by_parameter = counts.tolist()

@@ -93,7 +93,7 @@ class Window:
         self._weight: float | None = None  # sum of the weights so far; None without weights
 
     def state(self) -> WindowState:
-        """Return the counters, for `restore` before a batch is computed again."""
+        """Return the counters, which `restore` needs before a batch is computed again."""
         return self._first_batch_samples, self._num_counted, self._weight
 
     def restore(self, state: WindowState) -> None:
@@ -148,8 +148,8 @@ class Window:
         if not self.reference:
             # The expected weight of the full window, if all batches had the weight of this batch.
             expected = weight / fraction * self._num_batches
-            # The sum is a collective: all ranks call it in their first micro-batch, even with weight 0. Later
-            # calls would not match, since ranks may have different numbers of micro-batches.
+            # The sum is a collective, so all ranks call it in their first micro-batch, even with weight 0.
+            # Later calls would not match, since ranks may have different numbers of micro-batches.
             self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
         return loss * (weight / self.reference) if weight else self.zero_loss(loss)
 

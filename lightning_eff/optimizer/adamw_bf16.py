@@ -15,8 +15,8 @@ parameter.
 
 Saves: half of AdamW's state; in bfloat16 weights, the small updates that rounding to nearest would lose.
 Costs: about 30 small kernels per tensor, and 16 random bits for each rounded value; 4 bytes of state per
-    parameter, and temporaries for at most 2**20 values. Each step adds noise of up to one last bit to a
-    bfloat16 weight.
+    parameter, and temporaries for at most 2**20 values. Each step adds noise of up to one unit in the last
+    place to a bfloat16 weight.
 When not: float32 state fits in memory, and weights are float32.
 Conflicts: parameters that are neither float32 nor bfloat16, and sparse gradients, are rejected.
 Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192; AdamW as torch.optim.AdamW computes it

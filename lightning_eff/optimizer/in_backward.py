@@ -63,8 +63,8 @@ REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
         ),
     ),
 }
-"""For each setting or technique that needs the gradients after the backward pass, the reason of the conflict,
-and a remedy if possible."""
+"""For each setting or technique that needs the gradients after the backward pass, the reason for the
+conflict, and a remedy if possible."""
 
 
 class InBackward(PerParameter):
@@ -77,7 +77,7 @@ class InBackward(PerParameter):
         optimizer: Optimizer class that steps each parameter: a class from torch.optim, or any other class
             that keeps its state per parameter. The class gets `lr` and `weight_decay` from the arguments
             above. None for fused AdamW.
-        max_parameter_norm: Largest norm of one parameter's gradient; larger gradients are scaled down. With
+        max_parameter_norm: Largest norm of one parameter's gradient; larger gradients are scaled down. If
             None, gradients are not clipped.
 
     Raises:
@@ -112,8 +112,8 @@ class InBackward(PerParameter):
         self._stepped: set[Tensor] = set()
         self._is_paused = False
         super().__init__(params, optimizer, lr=lr, weight_decay=weight_decay)
-        # Not __del__: Lightning 2.6's wrapper derives from this class, shares this stack, and is deleted
-        # before the optimizer.
+        # Not in __del__, because Lightning 2.6's wrapper derives from this class, shares this stack, and is
+        # deleted before the optimizer.
         weakref.finalize(self, self._hooks.close)
 
     def close(self) -> None:
@@ -152,14 +152,14 @@ class InBackward(PerParameter):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        optimizer = weakref.ref(self)  # parameters outlive optimizers, so hooks must not keep one alive
+        optimizer = weakref.ref(self)  # parameters outlive optimizers: hooks must not keep optimizers alive
 
         def step_if_alive(parameter: Tensor) -> None:
             alive = optimizer()
             if alive is not None:
                 alive.step_and_free(parameter)
 
-        # A parameter that is unfrozen later has no hook: `step` uses its gradient.
+        # A parameter that is unfrozen later has no hook, so `step` uses its gradient.
         for parameter in [p for p in self.param_groups[-1]["params"] if p.requires_grad]:
             self._hooks.callback(parameter.register_post_accumulate_grad_hook(step_if_alive).remove)
 

@@ -149,7 +149,7 @@ class Muon(WrapperOptimizer):
 
 
 def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
-    """Warn if AdamW steps most weights of layers, for example in a CNN, whose convolutions are no matrices.
+    """Warn if AdamW steps most weights of layers, as in a CNN, because convolutions are not matrices.
 
     Embeddings and output layers, which are matrices too, do not count: AdamW steps these layers on purpose.
     """

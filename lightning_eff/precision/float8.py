@@ -1,4 +1,4 @@
-"""Compute linear layers in float8 where that is faster, with torchao's casts, and all else in bfloat16.
+"""Compute linear layers in float8 where that is faster, using torchao's casts; the rest in bfloat16.
 
 GPUs of compute capability 8.9 or later multiply float8 matrices twice as fast as bfloat16 matrices, but each
 operand must be cast first, with its own scale. A layer is converted if an arithmetic model predicts that
@@ -67,7 +67,7 @@ COMPILED = Remedy("+callbacks=torch_compile", "TorchCompile()")
 NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
 
 MULTIPLE = 16
-"""A float8 product requires that both features of a layer are multiples of this number."""
+"""A float8 product requires that a layer's input and output features are multiples of this number."""
 ROWS = 8192
 """Assumed number of tokens (rows) per batch, because layers are chosen before the first batch."""
 HIGH_PEAK, LOW_PEAK, BANDWIDTH = 0.7, 0.6, 0.65
@@ -95,7 +95,7 @@ def to_float8(
     emulate: bool = False,
     device: str | torch.device = "cuda",
 ) -> dict[str, str]:
-    """Convert the linear layers that become faster; for Fabric, or a custom training loop.
+    """Convert the linear layers that become faster, for use with Fabric or in a custom training loop.
 
     Args:
         model: The model, with adapters, before it is compiled or sharded; layers that are converted already
@@ -357,7 +357,7 @@ def convert_model(
 
 
 def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> float:
-    """Return how many times faster a layer's products are in float8 than in bfloat16, casts included.
+    """Return the speed of a layer's products in float8, casts included, relative to bfloat16.
 
     Example:
         >>> from lightning_eff.kernels.devices import DEVICES

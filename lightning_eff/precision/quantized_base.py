@@ -322,7 +322,7 @@ def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn
     These layers are excluded: subclasses of `nn.Linear`, which may compute something else; layers that share
     a weight with another module; output embeddings of Hugging Face models.
     """
-    # Modules per parameter: another module that shares a quantized weight would read codes as values.
+    # Count modules per parameter, because another module with the same weight would read codes as values.
     num_modules = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
     return {

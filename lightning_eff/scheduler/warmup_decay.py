@@ -90,7 +90,7 @@ class WarmupDecay(LRScheduler):
             return (step + 1) / self._num_warmup_steps  # the first step has a rate above 0
         if self.decay == "none" or self.total_steps is None:
             return 1.0
-        # A resumed run may have another length: the curve depends on the number of remaining steps.
+        # A resumed run may have a different length, so the curve depends on the number of remaining steps.
         decay_steps = self.decay_fraction * (self.total_steps - self._num_warmup_steps)
         steps_left = self.total_steps - step
         remaining = steps_left / decay_steps if decay_steps > 0 else float(steps_left > 0)
