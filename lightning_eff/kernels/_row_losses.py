@@ -262,7 +262,7 @@ class CrossEntropy(RowLoss):
         """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, and entropy."""
         if grads is None:
             return [None] * 5
-        # Columns of `grads`: gradients of the loss, and of the entropy.
+        # Columns of `grads`: the gradient of the loss, then of the entropy.
         s, grad = self.label_smoothing, grads[:, :1]
         of_p = grad * (weight * (1.0 - s) + of_classes)
         of_lse = grad * weight * (2.0 * self.z_loss) if self.z_loss else None

@@ -78,7 +78,7 @@ class Choices:
                 read = {shape: Choice(by, float(ratio)) for shape, (by, ratio) in content["choices"].items()}
                 # Ignore configs that this version of the package does not have.
                 self.known |= {shape: each for shape, each in read.items() if each.by in (LIBRARY, *BY_NAME)}
-        # Damaged text: shapes are measured again.
+        # If the text is damaged, shapes are measured again.
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return
 

@@ -369,9 +369,9 @@ _apply: Any = _untraced(LossInTiles.apply)
 def _may_form_gradients(dtype: torch.dtype) -> bool:
     """Return whether the forward pass of a scalar loss computes the gradients.
 
-    The forward pass computes no gradients in float16 (gradients would underflow without the loss scale), with
-    gradients disabled, or in a checkpointed block, whose forward pass runs twice. A checkpointed block is
-    detected by its saved-tensor hooks.
+    If gradients are disabled, none are computed. In float16, gradients would underflow without the loss
+    scale. In a checkpointed block, the forward pass runs twice. In both cases, the backward pass computes the
+    gradients. A checkpointed block is detected by its saved-tensor hooks.
     """
     if dtype == torch.float16 or not torch.is_grad_enabled():
         return False

@@ -75,13 +75,13 @@ def find(
     """Return the launch that computes a GEMM into `out` or a new tensor; None means torch's library.
 
     Args:
-        operands: Checked operands, not fake tensors, for which `may_use_triton` is true.
+        operands: Checked operands for which `may_use_triton` is true; not fake tensors.
         out: Tensor for the result; None for a new, contiguous tensor.
         backend: `auto` or `triton`.
         writes: As in `Operands.shape`. The written matrices are newly allocated and therefore aligned.
     """
     a, b, c, bias = operands.tensors
-    # This function runs in every call, so the key has plain numbers: building a Shape takes longer.
+    # This function runs in every call, so the key has plain numbers, because building a Shape takes longer.
     epilogue = tuple([None if t is None else t.data_ptr() % TMA_BYTES for t in (operands.gate, operands.up)])
     # The allocator aligns a new result.
     offsets = tuple([t.data_ptr() % TMA_BYTES for t in ((a, b) if out is None else (a, b, out))])
@@ -162,7 +162,7 @@ def choices_of(device: torch.device) -> Choices:
 def rounded(shape: Shape) -> Shape:
     """Return a shape with its tokens rounded up to a power of two: K for a weight's gradient, otherwise M."""
     if shape.layout[0] == "t":
-        # A transposed A is dY.T: its columns, K, are the tokens.
+        # A transposed A is dY.T, whose columns (K) are the tokens.
         return replace(shape, K=1 << (shape.K - 1).bit_length())
     return replace(shape, M=1 << (shape.M - 1).bit_length())
 

@@ -204,8 +204,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor | None, backend: str,
         accumulation: Accumulation | None,
     ) -> Tensor:  # fmt: skip
-        # Detached, so that an assignment to `weight.data` before the backward pass does not change this
-        # weight.
+        # Detached, so that assigning to `weight.data` before the backward pass does not change this weight.
         used = weight.detach() if copy is None else copy
         low_bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         # dX needs W, and dW needs X.

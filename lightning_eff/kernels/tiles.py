@@ -50,7 +50,7 @@ class Cost:
         memory_bytes: Bytes to and from memory, for D and the operands. Operands are read once per wave, or
             once in total if the L2 cache holds them.
         bound: The resource that takes longest: `computing`, `memory` or `the cache`.
-        seconds: Predicted time: the time of `bound` plus one kernel launch, or two launches with split K.
+        seconds: Predicted time, which is the time of `bound` plus one kernel launch, or two with split K.
         peak_fraction: Predicted fraction of the device's peak.
     """
 
@@ -75,7 +75,7 @@ class Cost:
         if config.split_k > 1:  # float32 partial sums are written and read
             result += 2 * 4 * elements * config.split_k
         operands = shape.batch * (shape.M + shape.N) * shape.K * itemsize
-        # The cache does not hold both operands: each wave reads the rows and columns of its band again.
+        # If the cache does not hold both operands, each wave reads the rows and columns of its band again.
         if operands > device.l2_bytes / 2:
             # A wave is a band of 8 rows of tiles (GROUP_M), as wide as the SMs allow.
             wave_rows = min(8, rows)

@@ -118,8 +118,7 @@ class ExactStep(_AutomaticOptimization):
         self._window = Window(
             lambda: (value for group in trainer.optimizers[0].param_groups for value in group["params"]),
             num_ranks=trainer.world_size,
-            # This sum is a collective. If batches have weights, the sum runs once per window, and twice in
-            # the first.
+            # This sum is a collective. With weights, the sum runs once per window, and twice in the first.
             sum_over_ranks=lambda value: self._reduce(value, "sum"),
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )

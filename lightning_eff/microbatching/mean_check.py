@@ -73,7 +73,7 @@ def check_mean(
 
     Args:
         batch: The batch that `training_step` gets.
-        run: Runs `training_step` on a part of the batch.
+        run: Function that runs `training_step` on a part of the batch.
         module: The LightningModule whose `training_step` runs.
         size: Rules for splitting the batch.
         max_samples: Largest number of samples to run.

@@ -259,8 +259,7 @@ class OomRetry:
                 if not is_out_of_memory(error):
                     raise
                 self._size.halve(self._size.num_samples(current.batch), error)
-            # Free memory after the handler, because inside it the error keeps the failed pass's tensors
-            # alive.
+            # Free memory after the handler, inside which the error keeps the failed pass's tensors alive.
             self._undo(current)
             free_memory(self._device)
             is_retry = True
@@ -308,7 +307,7 @@ class OomRetry:
         return atomic_update(optimizer, self._device, is_first=self._num_updates == 1)
 
     def find(self, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer) -> None:
-        """Find and set the largest size that fits, up to the number of samples in the ranks' smallest batch.
+        """Find and set the largest size that fits; the smallest batch of any rank limits the size.
 
         All ranks try the same sizes at the same time. A size is accepted if it fits on every rank.
 
@@ -398,8 +397,7 @@ def _versions(batch: Any) -> list[int]:
 
 def take_buffers(model: DistributedDataParallel) -> None:
     """Broadcast rank 0's buffers, as DDP does in a forward pass; all ranks must call this function."""
-    # Broadcast in evaluation mode too, because Lightning's first validation leaves DDP's wrapper in this
-    # mode.
+    # Broadcast in evaluation mode too, since Lightning's first validation leaves DDP's wrapper in it.
     for buffer in model.module.buffers() if model.broadcast_buffers else ():
         dist.broadcast(buffer, 0, group=model.process_group)
 
@@ -427,8 +425,7 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     num_ranks = dist.get_world_size(model.process_group)
     has_gradient = [float(parameter.grad is not None) for parameter in parameters]
-    # One vector, so that one all-reduce sums `also` and counts, per parameter, the ranks that have a
-    # gradient.
+    # One vector, so that one all-reduce sums `also` and counts, per parameter, the ranks with a gradient.
     counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(counts, group=model.process_group)
     total, *counts_by_parameter = counts.tolist()

@@ -257,7 +257,6 @@ def _step_atomically(
             if is_retry:
                 error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
                 raise
-        # Free memory outside the handler, because inside it the error keeps the failed update's tensors
-        # alive.
+        # Free memory after the handler, inside which the error keeps the failed update's tensors alive.
         free_memory(device)
         is_retry = True

@@ -32,7 +32,7 @@ from lightning_eff.core.errors import ConfigError, list_remedy
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Function that splits a batch into micro-batches: `splitter(batch, micro_batch_size)`."""
 PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
-"""Types without tensors. A value of these types applies to all samples, but in a list to one sample."""
+"""Types without tensors. A single value applies to all samples; a list has one value per sample."""
 MAX_INSPECTED = 256
 """Maximum number of items of a list that are inspected for tensors; a list may have a million items."""
 Values = list[tuple[KeyPath, Any]]
@@ -131,7 +131,8 @@ def split(
         splitter: Function that replaces the built-in rules.
         keep: Values that are passed to every micro-batch unsplit: names at any depth, or paths from the root
             of the batch. A path joins names and positions with dots (`1`, `targets.weights`).
-        owner: Override prefix and class name of the technique with these settings, for error messages.
+        owner: For error messages, the override prefix and the class name of the technique that has these
+            settings.
 
     Raises:
         ConfigError: The batch is ambiguous or lacks a name in `keep`, or the splitter returned nothing.
@@ -174,7 +175,7 @@ def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:
     if len(values) == 1 or not any(known):
         return values[0]
     total = sum(known)
-    # Leave out values of weight 0: a mean over no samples is NaN, and NaN * 0 is NaN.
+    # Leave out values of weight 0, because a mean over no samples is NaN, and NaN * 0 is NaN.
     return sum(value * (weight / total) for value, weight in zip(values, known, strict=True) if weight)
 
 
@@ -239,7 +240,7 @@ def _is_value(node: Any) -> bool:
 
 
 def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
-    """Return whether a list on the path holds one sample per item, without a batch dimension.
+    """Return whether the path contains a list of single samples, which have no batch dimension.
 
     The first item of such a list is a dict (one image's targets), or has a number or text alongside tensors
     (an image and its label). In the outermost list, however, dicts may be the batches of several loaders.

@@ -139,8 +139,7 @@ class UnevenRanks:
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
         if batch is not None and batch[0] is not None:  # a loader may return None, which Lightning skips
             self._last = batch
-        # The smallest state is from the rank with the most data left, the largest from the rank with the
-        # least.
+        # The smallest state means the most data left, and the largest state the least.
         (first,), (last,) = self._agree(state)
         if first == IS_OVER:
             raise StopIteration
@@ -180,8 +179,7 @@ class UnevenRanks:
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            # Broadcast once. DDP would broadcast in each forward pass, but ranks may have different numbers
-            # of passes.
+            # Broadcast once, not in each forward pass, because ranks may run different numbers of passes.
             take_buffers(model)
         type(validation).on_run_start(validation)
 

@@ -1,9 +1,9 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
 Only one layer's gradients exist at a time. Schedulers and checkpoints see one optimizer, in which each
-parameter has a separate inner optimizer. A checkpoint has the layout of the inner optimizer over the same
-groups. So this class can load a checkpoint of the inner class, and the inner class can load a checkpoint of
-this class.
+parameter has a separate inner optimizer. A checkpoint has the same layout as a checkpoint of the inner
+optimizer with the same groups. So this class can load a checkpoint of the inner class, and the inner class
+can load a checkpoint of this class.
 
 Saves: memory for gradients, because only one layer's gradients exist at a time.
 Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm;

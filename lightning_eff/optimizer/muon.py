@@ -5,7 +5,8 @@ rate. This update suits matrices between hidden layers. Embeddings, the output l
 convolutions go to AdamW, as Muon's authors recommend. Muon's update is scaled to the size of AdamW's update,
 so both use the same learning rate, decay and schedule.
 
-Saves: steps until a loss is reached, according to Muon's authors; half of AdamW's state for hidden matrices.
+Saves: optimizer steps to reach the same loss, according to Muon's authors; half of AdamW's state for hidden
+    matrices.
 Costs: five small matrix products per hidden matrix and step. In float32, state takes 4 bytes per parameter of
     a hidden matrix, and 8 bytes per other parameter.
 When not: models without hidden matrices, which are rejected; finetuning of weights that AdamW trained.

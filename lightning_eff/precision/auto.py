@@ -6,10 +6,9 @@
 runs bfloat16 on every CPU, but emulated bfloat16 is several times slower.
 
 This plugin differs from Lightning's MixedPrecision in three ways. Autocast caches the cast copy of each
-weight for one training step, so the weight of a layer that is used four times is cast and saved once;
-evaluation caches no copies. The strategy determines the device; no device is guessed from an accelerator's
-name. Gradients are unscaled before clipping for every optimizer, so `fused` AdamW can be combined with
-clipping.
+weight for one training step, so if a layer is used four times, its weight is cast and saved once. Evaluation
+caches no copies. The strategy determines the device; no device is guessed from an accelerator's name.
+Gradients are unscaled before clipping for every optimizer, so `fused` AdamW can be combined with clipping.
 
 Saves: time, and memory for activations, through matrix products in 16 bits on devices that support them.
 Costs: bf16 has 8 bits of precision. fp16 overflows above 65504, so the loss is scaled, and a step whose

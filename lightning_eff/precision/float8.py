@@ -80,7 +80,7 @@ CASTS = {"rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "tensorwise": (2
 """Number of casts of input, weight and gradient per step, by recipe; 2 for scales along both axes."""
 FROZEN_CASTS = (1, 2, 1)
 ROUTERS = ("router", "gate")
-"""Names of routers, which choose experts. An MLP's `gate` has more outputs than inputs, so it is no
+"""Names of routers, which choose experts. An MLP's `gate` has more outputs than inputs, so it is not a
 router."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"

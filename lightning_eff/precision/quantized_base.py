@@ -1,6 +1,6 @@
 """Quantize frozen weights, and train all other weights in float32; with adapters, this is QLoRA.
 
-With adapters, most of the memory holds the frozen model. `nf4`, `fp4` and `int8` quantize frozen linear
+With adapters, the frozen model takes most of the memory. `nf4`, `fp4` and `int8` quantize frozen linear
 layers with bitsandbytes, also on a CPU. In 4-bit formats, each block of weights has one scale, and
 `double_quant` quantizes the scales to 8 bits; a weight then takes 4.13 bits. Layers are quantized before
 adapters are added, so the layers that will be frozen are determined in advance. With PeftAdapter, all layers
