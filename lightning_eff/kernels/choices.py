@@ -121,7 +121,7 @@ class Choices:
         return rows
 
     def ours(self) -> list[set[int]]:
-        """Return M, N and K of each shape of this run that our kernels compute."""
+        """Return M, N and K of the shapes that our kernels compute in this run."""
         known = ((shape, self.known.get(str(shape))) for shape in self.asked)
         return [
             {shape.M, shape.N, shape.K} for shape, choice in known if choice is not None and choice.config

@@ -13,8 +13,8 @@ gradients of all tiles in one tensor of the input's size, and in one tensor per 
 returns these sums for its inputs, so hooks, DDP, FSDP2 and optimizers that step in the backward pass get one
 gradient per weight.
 
-Why not checkpointed slices of x under autograd: the backward pass of a slice allocates a tensor of zeros as
-large as x, once per tile.
+Why not checkpointed slices of x under autograd: the backward pass of each slice allocates a tensor of zeros
+as large as x.
 
 Why 1x1 and patch convolutions use torch's convolution, not a view and a matrix product: torch's convolution
 needs no more memory (benchmarks/tiled_conv.py). On a CPU a matrix product is faster for few outputs and for
@@ -60,16 +60,17 @@ def tiled(
             None, `budget_mib` determines the number, and at most a quarter of the outputs is computed more
             than once.
         budget_mib: Memory in MiB for one tile's layer outputs and two gradients. None means the larger of 64
-            MiB and a quarter of the size of `x`, because `x` and two gradients of about its size are in
-            memory anyway.
+            MiB and a quarter of the size of `x`. Less would save little, because `x` and two gradients of
+            about its size are in memory anyway.
 
     Returns:
         The output of the last layer.
 
     Raises:
-        ConfigError: A layer needs more than a window of pixels (statistics, mirrored padding), scatters its
-            input (transposed convolution, upsampling), is of an unsupported class, has hooks or a custom
-            forward, or would overwrite `x`; `tiles` or `budget_mib` is not positive, or both are given.
+        ConfigError: A layer is not supported: it needs more than a window of pixels (statistics, mirrored
+            padding), scatters its input (transposed convolution, upsampling), has an unsupported class, hooks
+            or a custom forward, or would overwrite `x`. Or `tiles` or `budget_mib` is not positive, or both
+            are given.
         ValueError: `x` has a different number of axes than the layers expect, or is too small for the layers.
         RuntimeError: A second derivative is requested, or weights have changed before the backward pass.
 

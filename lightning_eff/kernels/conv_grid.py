@@ -197,8 +197,8 @@ def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | N
         layers: The layers in order.
         x: The input.
         budget_bytes: Bytes for one tile's layer outputs and two gradients. None means the larger of 64 MiB
-            and a quarter of the size of `x`, because `x` and two gradients of about its size are in memory
-            anyway.
+            and a quarter of the size of `x`. Less would save little, because `x` and two gradients of about
+            its size are in memory anyway.
 
     Raises:
         ValueError: `x` does not fit the layers.

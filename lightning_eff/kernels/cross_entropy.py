@@ -94,7 +94,7 @@ def linear_cross_entropy(
         ignore_index: Target value of rows without a loss.
         label_smoothing: Fraction of the loss that is spread over all classes, 0 to 1.
         z_loss: Factor of the z-loss, which is the squared logsumexp of the logits.
-        softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; None leaves logits unchanged.
         temperature: Divisor of the logits, applied after `softcap`.
         class_weight: Weight of each class, like `weight` of `F.cross_entropy`.
         reduction: `mean` (divides by the sum of the targets' weights), `sum`, or `none`.
@@ -197,7 +197,7 @@ def token_logprobs(
         target: Class of each row. There is no ignored index, so rows must be selected before the call.
         bias: One value per class, or None.
         temperature: Divisor of the logits, applied after `softcap`.
-        softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; None leaves logits unchanged.
         with_entropy: Also return the entropy of each row, which is differentiable.
         tile_budget_mib: Memory for float32 logits in MiB; None means the same as in `linear_cross_entropy`.
         low_rank: An adapter of the projection, as in `linear_cross_entropy`.

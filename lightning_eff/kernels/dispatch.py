@@ -155,7 +155,7 @@ def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) ->
 
 @functools.cache
 def choices_of(device: torch.device) -> Choices:
-    """Return the choices for a GPU of this machine that are known so far."""
+    """Return the choices that are known so far for a GPU of this machine."""
     return Choices(device)
 
 

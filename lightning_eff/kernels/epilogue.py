@@ -69,7 +69,7 @@ def finish(
     """Return the values of `pre`, `d2` and `d` for the tile acc [BLOCK_M, WIDTH], in float32.
 
     c points to the start of the tile, and bias [N] to column 0. gate and up [batch, M, N] are contiguous, and
-    the tile starts at element `packed` of each.
+    the tile starts at element `packed` of both.
     """
     inside = inside_m[:, None] & inside_n[None, :]
     x = acc * alpha

@@ -13,8 +13,8 @@ Inside the context of an `Accumulation`, the GEMM adds the weight's gradient to 
 is None, and autograd stores the layer's gradient there (beta = 0).
 
 Only the code that runs the backward passes should enter this context. A gradient that is added in place
-bypasses autograd. A hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss that gradient,
-so a layer adds in place only in the absence of all three.
+bypasses autograd. A hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss that gradient. A
+layer therefore adds in place only if none of the three is in use.
 
 The layer calls `F.linear` where our GEMM is not faster or not supported. Examples are CPUs and small products
 (without accumulation), `torch.compile`, forward-mode derivatives, complex numbers and integers.

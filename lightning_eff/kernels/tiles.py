@@ -77,7 +77,7 @@ class Cost:
         operands = shape.batch * (shape.M + shape.N) * shape.K * itemsize
         # If the cache does not hold both operands, each wave reads the rows and columns of its band again.
         if operands > device.l2_bytes / 2:
-            # A wave is a band of 8 rows of tiles (GROUP_M), as wide as the SMs allow.
+            # A wave is a band of 8 rows of tiles (GROUP_M); the number of SMs limits its columns.
             wave_rows = min(8, rows)
             wave_columns = min(columns, max(1, device.num_sms // wave_rows))
             wave_elements = (wave_rows * block_m + wave_columns * block_n) * self.depth

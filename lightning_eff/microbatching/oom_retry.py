@@ -96,7 +96,7 @@ class MicroBatchSize:
         return len(splitting.split(batch, 1, self.splitter))
 
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
-        """Split a batch into micro-batches of `size` samples; with None, return it as one micro-batch."""
+        """Split a batch into micro-batches of `size` samples; if `size` is None, do not split it."""
         parts = splitting.split(batch, size, self.splitter, self.keep)
         self.largest = max(self.largest, sum(part.num_samples or 0 for part in parts))
         if self.max_parts is None or len(parts) <= self.max_parts:
@@ -223,7 +223,7 @@ class OomRetry:
         If a later batch of the step does not fit, this batch is run again, and the returned list is updated.
         """
         size = self._size
-        # An optimizer that evaluates its closure again also runs this batch again.
+        # If an optimizer evaluates its closure again, this batch runs again.
         del self._earlier[position:]
         current = _Batch(batch, run_part, _versions(batch) if size.is_auto else [])
         # A batch that runs after `finish` belongs to another evaluation of the optimizer's closure. The

@@ -384,7 +384,7 @@ def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> 
 def reasons(
     model: nn.Module, skip: Iterable[str], gain: Callable[[nn.Linear], float] | None
 ) -> dict[str, tuple[nn.Linear, str]]:
-    """Return every linear layer by name, with the reason why it is not converted; empty if there is none.
+    """Return every linear layer by name, with the reason why it is not converted, or an empty text.
 
     Args:
         model: The model, with adapters.

@@ -86,7 +86,7 @@ class QuantizedBase(AutoPrecision):
 
     Raises:
         ConfigError: An argument has an unknown value; no weight is frozen, or no weight is trained; a layer
-            cannot be quantized, or the error would exceed half of its weight's norm.
+            cannot be quantized, or its error would exceed half of the weight's norm.
         EnvironmentLacksError: bitsandbytes is not installed.
 
     Warns:
