@@ -218,7 +218,7 @@ def predicted(gpu: Device | None) -> Generator[None]:
 
 
 def gpu_of(tensor: Tensor) -> Device | None:
-    """Return a tensor's GPU, for a fake tensor the GPU that `predicted` has set; None for a CPU tensor.
+    """Return the GPU of a tensor, or None; a fake tensor has the GPU that `predicted` has set.
 
     Example:
         >>> gpu_of(torch.ones(2)) is None

@@ -7,8 +7,8 @@ can load a checkpoint of this class.
 
 Saves: memory for gradients, because only one layer's gradients exist at a time.
 Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm;
-    `max_parameter_norm` clips each gradient by its own norm. Hooks that read gradients before the step find
-    no gradients.
+    `max_parameter_norm` clips each gradient by its own norm. A hook that runs before the optimizer's step
+    finds no gradients.
 When not: gradients are accumulated, clipped by their total norm, or scaled.
 Conflicts: gradient accumulation, micro-batches, the Trainer's clipping, a gradient scaler, several devices
     and manual optimization are rejected, because they need the gradients after the backward pass.
