@@ -127,7 +127,7 @@ class MicroBatch(Managed):
         self._counts_by = self._uneven = ""
 
     def join_prediction(self, gpu: object) -> bool:
-        """In a prediction, run only some micro-batches of each batch, since all need the same memory."""
+        """Run only some micro-batches while memory is predicted, because every micro-batch needs the same."""
         del gpu
         self._max_parts = PREDICTED_PARTS
         return True

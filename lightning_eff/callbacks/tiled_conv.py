@@ -2,11 +2,11 @@
 
 For large images and volumes, activations at full resolution take most of a step's memory. A layer is local if
 each output pixel depends only on a window of the input. Local layers are convolutions, pooling, pointwise
-activations, dropout, and normalization over channels or in evaluation mode. Consecutive local children of an
-`nn.Sequential` form a segment. One autograd function computes the segment in overlapping tiles; the overlap
-is the halo. The forward pass keeps only the segment's input, and the backward pass recomputes one tile at a
-time. Parameters, names and checkpoints stay the same, hooks of the container run once, and each weight gets
-one gradient.
+activations, dropout, normalization over channels, and batch normalization in evaluation mode. Consecutive
+local children of an `nn.Sequential` form a segment. One autograd function computes the segment in overlapping
+tiles; the overlap is the halo. The forward pass keeps only the segment's input, and the backward pass
+recomputes one tile at a time. Parameters, names and checkpoints stay the same, hooks of the container run
+once, and each weight gets one gradient.
 
 Every other child ends a segment and is computed for the full image:
 

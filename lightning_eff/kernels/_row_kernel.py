@@ -63,7 +63,7 @@ def compute(
     factors: Sequence[Tensor | None], class_weight: Tensor | None, *, smoothing: float, softcap: float | None,
     temperature: float, sums: str,
 ) -> Tensor:  # fmt: skip
-    """Fill `stats` and, if `factors` are given, write the gradient [r, V] over the logits.
+    """Fill `stats` and, if `factors` are given, overwrite the logits with their gradient [r, V].
 
     Args:
         logits: Logits [r, V]. Memory between the end of a row and the next row may be overwritten.

@@ -76,9 +76,9 @@ def gemm(
         bias: Vector `[N]` that is added to every row.
         activation: `relu`, `silu`, `gelu_tanh`, or None.
         out_dtype: Dtype of the result; None for the dtype of `a`.
-        out: Tensor for the result, which is returned; it may be `c`. A call with `out` is not differentiable,
-            as everywhere in torch. If `out` overlaps another operand, the result is computed in new memory
-            and copied.
+        out: Tensor for the result, which is returned; it may be `c`. A call with `out` does not support
+            autograd, as with torch's functions. If `out` overlaps another operand, the result is computed in
+            new memory and copied.
         backend: `triton` for our kernels, `torch` for torch's library. `auto` chooses the faster backend, as
             measured in the first call of a shape on a CUDA GPU (dispatch.py). Calls that autograd records use
             the library.

@@ -106,7 +106,7 @@ class Shape:
         aligned: Whether every row that TMA copies starts at a multiple of 16 bytes.
         c_itemsize: Bytes per element of C; 0 if C is not read.
         epilogue_reads: Number of matrices [M, N] that the epilogue reads in addition to C (`gate` and `up`).
-            An element of these matrices has no more bytes than an element of the result.
+            An element of these matrices has at most as many bytes as an element of the result.
         epilogue_writes: Number of matrices that the epilogue writes in addition to the result (`pre` and
             `d2`).
         adds: Whether the result may be added in memory.

@@ -140,8 +140,8 @@ def convert(layer: nn.Linear, config: Any) -> None:
 def unconvert(layer: nn.Linear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing.
 
-    A layer whose weight FSDP2 gathers in float8 is not converted back, because only this class supports that
-    weight.
+    If FSDP2 gathers the weight in float8, the layer is not converted back, because only `Float8Linear`
+    supports such a weight.
     """
     if type(layer) is not Float8Linear or _is_gathered(layer.weight):
         return

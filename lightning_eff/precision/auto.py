@@ -345,8 +345,8 @@ def set_tf32(*, enabled: bool) -> Callable[[], None]:
 
     Since 2.9 PyTorch has two sets of switches. Products follow the newer set, which has an `fp32_precision`
     per operation, per backend and globally. The value "none" inherits from the next level. The older set is
-    `allow_tf32` and `set_float32_matmul_precision`. Setting an older switch also sets the newer set, but
-    reading an older switch raises an error if the two sets differ.
+    `allow_tf32` and `set_float32_matmul_precision`. Writing an older switch also updates the newer switches,
+    but reading an older switch raises an error if the two disagree.
 
     This function sets the newer switches, and also the older switches that can be read. So code that reads an
     older switch during the run raises no error. Examples are torch.compile's max-autotune, and

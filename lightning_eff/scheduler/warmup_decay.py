@@ -34,8 +34,8 @@ class WarmupDecay(LRScheduler):
 
     Args:
         optimizer: Optimizer whose learning rates are scheduled.
-        total_steps: Number of optimizer steps in the run. If `total_steps` is None and there is a Trainer,
-            the Trainer's number of steps is used.
+        total_steps: Number of optimizer steps in the run; if None, `OptimizerChoice` or a recipe passes the
+            Trainer's estimate.
         warmup_steps: Number of steps in which the factor rises linearly to 1, even if the run is shorter. A
             number below 1 is a fraction of the run's steps, rounded up.
         decay: `cosine`, `linear`, or `none` for a factor that stays at 1.
