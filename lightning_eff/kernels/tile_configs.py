@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 TMA_BYTES = 16
-"""Alignment of the start of a row that the tensor memory accelerator requires."""
+"""Alignment in bytes that the tensor memory accelerator requires for the start of each row."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class TileConfig:
     def shared_bytes(self, shape: Shape) -> int:
         """Return the largest shared memory, in bytes, that `gemm_tma` uses.
 
-        Shared memory holds num_stages * (block_m + block_n) * block_k elements of operands, a finished tile
-        [block_m, block_n / subtiles] of D, and one more tile for C, gate and up, which are read one after the
-        other.
+        Shared memory holds num_stages * (block_m + block_n) * block_k elements of operands, and a finished
+        tile [block_m, block_n / subtiles] of D. One more tile is for C, gate and up, which are read one after
+        the other.
         """
         out_itemsize, c_itemsize = shape.out_itemsize, shape.c_itemsize
         if self.split_k > 1:  # float32 sums; the epilogue runs in reduce_split_k
