@@ -80,9 +80,9 @@ class UNet(nn.Module):
 def models(axes: int, *, concatenates: bool) -> dict[str, nn.Module]:
     """Return models with equal weights, which are computed in different ways."""
     found: dict[str, nn.Module] = {
-        name: UNet(axes, concatenates=concatenates) for name in ("plain", "each level under a checkpoint")
+        name: UNet(axes, concatenates=concatenates) for name in ("plain", "each level checkpointed")
     }
-    recompute(found["each level under a checkpoint"], blocks=LEVEL_NAMES)
+    recompute(found["each level checkpointed"], blocks=LEVEL_NAMES)
     for budget_mib in BUDGETS_MIB:
         model = found[f"callbacks/tiled_conv, {budget_mib:.0f} MiB"] = UNet(axes, concatenates=concatenates)
         tile_convs(model, tile_budget_mib=budget_mib, min_pixels=1)
@@ -193,7 +193,7 @@ def main() -> None:
                 step()
                 best[name] = min(best[name], time.process_time() - began)
         peaks = {name: peak_bytes(*each) for name, each in found.items()}
-        base = "each level under a checkpoint" if "plain" in found else "torch's convolution"
+        base = "each level checkpointed" if "plain" in found else "torch's convolution"
         rows += [
             {
                 "scene": scene, "who": name, "peak_mib": peak / 2**20, "of_base": peak / peaks[base],

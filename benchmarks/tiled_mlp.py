@@ -72,7 +72,7 @@ def runs() -> dict[str, tuple[Any, nn.Module]]:
     plain, under = built(), built()
     found: dict[str, tuple[Any, nn.Module]] = {
         "plain": (plain, plain),
-        "whole MLP under one checkpoint": (lambda x: checkpoint(under, x, use_reentrant=False), under),
+        "whole MLP checkpointed": (lambda x: checkpoint(under, x, use_reentrant=False), under),
     }
     for num_tiles in TILES:
         tiled: Any = ours(num_tiles)

@@ -160,7 +160,7 @@ def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Laun
 def check_parts(
     values: Mapping[str, Any], trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
 ) -> None:
-    """Reject a model, data and techniques that do not fit each other, before any data are prepared.
+    """Check that the model, the data and the techniques fit together, before any data are prepared.
 
     A model may have a method `check_data(data)`, which raises ValueError if the model cannot use the data
     module.

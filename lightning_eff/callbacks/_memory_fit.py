@@ -10,11 +10,11 @@ segment's rise plus the net changes of all earlier segments.
 
 The search for the cheapest mixture within a budget is exact, and extends partial choices block by block. A
 partial choice is dropped if another partial choice costs no more and needs no more bytes in any later
-segment. Costs are compared first by bytes moved to the host, and then by FLOPs. On an H100, the copies to the
-host did not overlap with computation and took 3 times as long as recomputation. The step is then predicted
-with the chosen mixture. If the predicted peak is higher than the peak computed from segments, the blocks
-influence each other, and the limit is lowered by the difference. A single policy for all blocks is always a
-candidate, so the result is never worse than the best single policy.
+segment. Costs are compared first by bytes moved to the host, and then by FLOPs. On an H100, the host
+transfers of the `offload` policy did not overlap with computation and took 3 times as long as recomputation.
+The step is then predicted with the chosen mixture. If the predicted peak is higher than the peak computed
+from segments, the blocks influence each other, and the limit is lowered by the difference. A single policy
+for all blocks is always a candidate, so the result is never worse than the best single policy.
 
 Why the planner does not choose when a recipe starts: a plain Trainer has no planner. Why a second Trainer
 with new technique objects: the run's own objects have already changed the run's module, and a technique is

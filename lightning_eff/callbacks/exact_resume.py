@@ -129,7 +129,7 @@ class ExactResume(Managed):
         return observe(loader, self._run)
 
     def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:
-        """Wrap a method of the validation loop, so that it does not change the random states of training."""
+        """Make a method of the validation loop restore the random states of training when it ends."""
         method = getattr(validation, name)
 
         def isolated() -> Any:

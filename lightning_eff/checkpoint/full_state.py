@@ -28,7 +28,7 @@ COUNTS = ("step",)
 
 
 class IncompatibleKeys(NamedTuple):
-    """The keys that torch passes to hooks after a state dict is loaded; hooks may remove keys."""
+    """Missing and unexpected keys as torch passes them to load hooks, which may remove keys."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -143,7 +143,7 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
     """Load the state of each optimizer, and the options of its groups, from torch's layout.
 
     Raises:
-        CheckpointError: The saved groups have other numbers of parameters.
+        CheckpointError: The number or the sizes of the parameter groups differ from the checkpoint.
     """
     for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
         load_optimizer(self.sharded_state(optimizer), saved)
@@ -154,7 +154,7 @@ def load_optimizer(sharded: ShardedState, saved: Mapping[str, Any]) -> None:
     """Load an optimizer's state, and the options of its groups, from torch's layout.
 
     Raises:
-        CheckpointError: The saved groups have other numbers of parameters.
+        CheckpointError: The number or the sizes of the parameter groups differ from the checkpoint.
     """
     saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     sizes = [len(group) for group in sharded.groups]

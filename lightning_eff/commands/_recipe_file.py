@@ -13,8 +13,8 @@ SUFFIX = ".yaml"
 def find_recipe(verb: str, word: str, config_dir: Sequence[str]) -> tuple[str, list[str]]:
     """Return a recipe's name, and the user's folders in search order.
 
-    A word with a slash or the ending `.yaml` is a file, whose folder is then searched first. The file may
-    also lie below one of the folders in `config_dir`.
+    If the word contains a slash or ends in `.yaml`, it names a file, and the folder of this file is searched
+    first. The file may also lie below one of the folders in `config_dir`.
 
     Raises:
         UsageError: The file does not exist.

@@ -1,11 +1,11 @@
 """Check a composed config before any object is built: classes, their parameters and types, and folders.
 
 A group instantiates only subclasses of the group's base class. A nested `_target_` instantiates only
-subclasses of `_nested_bases`. Functions are rejected, because a config could do the most harm with functions.
-The check of a class imports its module, which is trusted code of the user. Types are checked by beartype
-against the constructor's annotations; the constructor checks all other conditions. A run writes only below
-`output_root`. Hydra's own section may name installed plugins and a sweeper's sampler, but no other code.
-`resolution.py` calls this module.
+subclasses of `_nested_bases`. Functions are rejected, because calling an arbitrary function is the most
+dangerous thing that a config could do. The check of a class imports its module, which is trusted code of the
+user. Types are checked by beartype against the constructor's annotations; the constructor checks all other
+conditions. A run writes only below `output_root`. Hydra's own section may name installed plugins and a
+sweeper's sampler, but no other code. `resolution.py` calls this module.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def unsharded(parameter: Tensor, modifier_rank: int | None = None) -> Any:
     """Return a context in which a stage-3 parameter is gathered on every rank; all ranks must enter it.
 
-    Changes that the rank `modifier_rank` makes are broadcast to all ranks on exit. With None, the parameter
-    must not be changed.
+    Changes that the rank `modifier_rank` makes are broadcast to all ranks on exit. If `modifier_rank` is
+    None, no rank may change the parameter.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 

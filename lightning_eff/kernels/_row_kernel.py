@@ -1,6 +1,6 @@
 """Cross-entropy of a tile of logits in one Triton kernel; the gradient overwrites the logits.
 
-For each row l [V] of scaled logits, with the terms of `_row_losses.py`:
+For each row l [V] of scaled logits, with the symbols of `_row_losses.py`:
 
     top = max_c l_c;  d = sum_c exp(l_c - top);  lse = top + log(d);  p_c = exp(l_c - top) / d
     u = sum_c exp(l_c - top) * (top - l_c);  H = log(d) + u / d, the entropy
@@ -22,8 +22,9 @@ read:
     bytes   0      2 * c  4 * c
             [G ... G     ][l ... l    ]   at column c: G ends at byte 2 * c, unread logits start at 4 * c
 
-Online softmax: each lane keeps its largest logit so far, m, and sums relative to m. So a logit costs one
-exponential, and lanes exchange values only at the end of the row. `_row_losses.py` calls `compute`.
+Online softmax: each lane stores its largest logit so far, m, and its sums relative to m. So pass 1 computes
+one exponential per logit, and lanes exchange values only at the end of the row. `_row_losses.py` calls
+`compute`.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Liger-Kernel, for the
     gradient that overwrites the logits.
@@ -44,13 +45,13 @@ from lightning_eff.kernels.epilogue import jit, tl
 MAX_BLOCK = 2048
 """Largest number of columns in a block."""
 COLUMNS_OF_A_WARP = 256
-"""8 columns per thread, because with 16 the sums of all options would not fit in registers."""
+"""8 columns per thread. With 16, the sums that all options need would not fit in registers."""
 PITCH = 16
-"""Rows start at multiples of this many elements, so that the kernel reads vectors for any V."""
+"""Each row starts at a multiple of this number of elements, so that loads are vectorized for any V."""
 
 
 def runs_on(logits: Tensor) -> bool:
-    """Return whether the kernel supports these logits: on a GPU with Triton, or fake for a predicted GPU."""
+    """Return whether the kernel supports logits: on a GPU with Triton, or fake logits of a predicted GPU."""
     gpu = devices.gpu_of(logits)
     if gpu is None or logits.dtype == torch.float64:
         return False
@@ -62,29 +63,29 @@ def compute(
     factors: Sequence[Tensor | None], class_weight: Tensor | None, *, smoothing: float, softcap: float | None,
     temperature: float, sums: str,
 ) -> Tensor:  # fmt: skip
-    """Fill `stats` and, if `factors` are given, write the gradient [r, V] over the logits.
+    """Fill `stats` and, if `factors` are given, overwrite the logits with their gradient [r, V].
 
     Args:
         logits: Logits [r, V]. Memory between the end of a row and the next row may be overwritten.
         dtype: Dtype of the gradient: the dtype of the logits, or a 16-bit dtype.
         target: Class of each row, [r, 1].
-        stats: Results, each [r, 1]: the largest logit, its p, the target's logit, and the sum that `sums`
-            selects.
+        stats: Tensors to fill, each [r, 1]: the largest logit, its p, the target's logit, and the sum that
+            `sums` selects.
         factors: Factors of the gradient's terms, each [r, 1] or None: of_p, of_target, of_lse, of_all,
             of_entropy.
         class_weight: Weight of each class, [V], or None.
         smoothing: Label smoothing per class, s / V.
         softcap: Soft cap of the logits, or None.
         temperature: Divisor of the logits, applied after the soft cap.
-        sums: The sum to compute: `classes` for s / V * w_c * l_c, `entropy` for H, or an empty string for
-            none.
+        sums: The sum to compute: `classes` for the sum of s / V * w_c * l_c over c, `entropy` for H, or an
+            empty string for none.
     """
     num_rows, width = logits.shape
     # The 16-bit view has 2 * pitch columns; the first V columns lie in the front half of each row.
     gradient = logits if dtype == logits.dtype else logits.view(dtype)[:, :width]
     # The kernel reads the factors of consecutive rows at consecutive addresses.
     columns = [None if each is None else each.contiguous() for each in factors]
-    # The length of a Triton range is a power of two: take the smallest power that covers V.
+    # The length of a Triton range must be a power of two, so the smallest power that covers V is used.
     block = min(MAX_BLOCK, 1 << (width - 1).bit_length())
     if not is_fake(logits):
         with torch.cuda.device_of(logits):  # Triton launches on the current device
@@ -122,7 +123,7 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
         x = _scaled(logits, c, V, pitch, softcap, cooling)
         e, e_distance = _decay(m, x)
         if SUMS == "entropy":
-            # A larger x becomes the new m: the sums are rescaled by e = exp(m - x).
+            # A larger x becomes the new m, and the sums are rescaled by e = exp(m - x).
             u = tl.where(x > m, u * e + d * e_distance, u + e_distance)
         d = tl.where(x > m, d * e + 1.0, d + e)
         m = tl.maximum(m, x)
@@ -167,8 +168,8 @@ def cross_entropy_rows(  # noqa: C901, PLR0915 - a kernel is one function
                 tanh = x / (cooling * softcap)
                 g *= 1.0 - tanh * tanh
             g *= cooling
-            # Wait for all warps: a fast warp would overwrite logits, of this or an earlier block, that a slow
-            # warp still has to read.
+            # Without this barrier, a fast warp could overwrite logits of this or an earlier block before a
+            # slow warp has read them.
             tl.debug_barrier()
             tl.store(gradient + c, g.to(gradient.dtype.element_ty), mask=c < pitch)
 

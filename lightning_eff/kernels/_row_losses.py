@@ -1,4 +1,4 @@
-"""Losses of an output projection's logits, computed one tile of rows at a time.
+"""Compute losses from the logits of an output projection, one tile of rows at a time.
 
     l [R, V] = x [R, D] @ W [V, D].T + bias            for the R rows of a tile, out of N
     values [R, k], G [R, V] = `RowLoss.of_tile(l)`     G is the gradient of l
@@ -11,7 +11,7 @@ Logits are scaled before a loss reads them: softcap * tanh(l / softcap) / temper
 
     lse = log(sum_c exp(l_c)),  p_c = exp(l_c - lse)
 
-Cross-entropy, with target t, class weights w (1 if none are set), label smoothing s and z-loss z:
+Cross-entropy, with target t, class weights w (1 if none are set), label smoothing s and z-loss factor z:
 
     loss = w_t * ((1 - s) * (lse - l_t) + z * lse^2) + s / V * sum_c w_c * (lse - l_c)
     dloss / dl_c = A * p_c - (1 - s) * w_t * [c = t] - s / V * w_c
@@ -43,19 +43,19 @@ MIB = 1 << 20
 CPU_BUDGET_MIB = 16
 """Smallest default of `tile_budget_mib` on a CPU, where tiles of that size roughly fit in the caches."""
 MIN_TILES = 8
-"""Fewest tiles on a CPU with the default budget: with a small vocabulary, fewer tiles save too little."""
+"""Smallest default number of tiles on a CPU; with a small vocabulary, fewer tiles save too little."""
 MIN_ROWS = 128
-"""Fewest rows of a tile on a CPU by default: smaller products are slow (benchmarks/tiled_loss.py)."""
+"""Smallest default number of rows per CPU tile; smaller products are slow (benchmarks/tiled_loss.py)."""
 GPU_SHARE = 64
 """A GPU's default budget is at least 1 / 64 of its memory, rounded down to a power of two."""
 GPU_ROWS = 2048
-"""Most rows of a tile on a GPU by default; each tile reads and writes the weight's gradient once."""
+"""Largest default number of rows per GPU tile; each tile reads and writes the weight's full gradient."""
 MAX_16_BIT_TILES = 16
 """Largest number of tiles for 16-bit inputs, since each tile rounds a 16-bit weight gradient once more."""
 PART_BYTES = 1 << 18
 """Bytes of float32 logits that a CPU processes at once, so that these logits stay in its caches."""
 PART_BYTES_TRAINED = 1 << 20
-"""`PART_BYTES` if the weight gets a gradient, which needs more memory than a part; fewer parts save calls."""
+"""`PART_BYTES` if the weight gets a gradient, which is larger than a part anyway; fewer parts save calls."""
 CONVERTED_ROWS = 32
 """Number of rows that are converted to float32 at once."""
 MAX_PARTS = 64
@@ -113,20 +113,20 @@ class Projection:
             yield at, logits
 
     def gradient_of(self, logits: Tensor) -> Tensor:
-        """Return memory for the gradient: the memory of `logits` if they have the dtype of the products."""
+        """Return a tensor for the gradient, which is `logits` itself if it has the dtype of the products."""
         dtype = self.pairs[0][0].dtype
         return logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
 
     def parts(self, logits: Float[Tensor, "r v"], *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-        """Yield a tile's logits and other tensors in parts of some rows; a part stays in a CPU's caches.
+        """Yield a tile's logits and other tensors in parts of a few rows, which stay in a CPU's caches.
 
-        Fake tensors yield only the first part, because the other parts reuse the same memory.
+        For fake tensors, only the first part is yielded, because the other parts reuse the same memory.
         """
         num_rows, width = logits.shape
         # 4 bytes per float32 logit.
         fitting = max(self.part_bytes // (4 * width), -(-num_rows // MAX_PARTS), 1)
         step = num_rows if devices.gpu_of(logits) is not None else fitting
-        # There are many views: `split` makes all views of a tensor in one call.
+        # `split` makes all views of a tensor in one call, because there may be many.
         views = [repeat(None) if each is None else each.split(step) for each in (logits, *others)]
         return islice(zip(*views), 1 if is_fake(logits) else None)  # noqa: B905 - Nones repeat for ever
 
@@ -173,7 +173,7 @@ class RowLoss:
         raise NotImplementedError
 
     def scale(self, logits: Tensor) -> Tensor:
-        """Return scaled logits in float32 or float64; logits of that dtype are scaled in place."""
+        """Return scaled logits in float32 or float64; scale logits that already have this dtype in place."""
         if logits.dtype.itemsize == 2:
             logits = logits.float()
         if self.softcap is not None:
@@ -182,7 +182,7 @@ class RowLoss:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def unscale(self, grad: Tensor, scaled: Tensor) -> Tensor:
-        """Turn the gradient of scaled logits into the gradient of logits, in place; overwrite `scaled`."""
+        """Convert the gradient of scaled logits to the gradient of logits, in place; overwrite `scaled`."""
         if self.softcap is not None:
             tanh = scaled.mul_(self.temperature / self.softcap)
             # In place: grad - (grad * tanh) * tanh = grad * (1 - tanh^2).
@@ -204,13 +204,13 @@ class CrossEntropy(RowLoss):
         self, projection: Projection, at: Rows, logits: Tensor, grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         target, weights = self.target[at].unsqueeze(1), self.class_weight
-        # Terms of the module's formula: w_t, s / V * w_c, and s / V * sum_c w_c.
+        # Terms of the formula in this file's docstring: w_t, s / V * w_c, and s / V * sum_c w_c.
         weight: Any = 1.0 if weights is None else weights[target]
         smoothing = self.label_smoothing / logits.shape[1]
         of_class: Any = smoothing if weights is None else smoothing * weights
         of_classes: Any = self.label_smoothing if weights is None else of_class.sum()
-        # Columns [r, 1] to be filled: the largest logit, its p, the target's logit, and a sum over classes:
-        # of s / V * w_c * l_c, or of -p_c * log p_c.
+        # Columns [r, 1] to be filled: the largest logit, its p, the target's logit, and a sum over classes c
+        # (of s / V * w_c * l_c, or of -p_c * log p_c).
         stats = logits.new_empty(4, len(logits), 1, dtype=wide_dtype(logits.dtype)).unbind()
         factors = self._factors(grads, weight, of_classes)
         if _row_kernel.runs_on(logits):
@@ -262,7 +262,7 @@ class CrossEntropy(RowLoss):
         """Return factors [r, 1] of the gradient's terms: p, [c = t], lse * p, s / V * w_c, and entropy."""
         if grads is None:
             return [None] * 5
-        # Columns of `grads`: gradients of the loss, and of the entropy.
+        # Columns of `grads`: the gradient of the loss, then of the entropy.
         s, grad = self.label_smoothing, grads[:, :1]
         of_p = grad * (weight * (1.0 - s) + of_classes)
         of_lse = grad * weight * (2.0 * self.z_loss) if self.z_loss else None
@@ -275,13 +275,13 @@ class CrossEntropy(RowLoss):
     ) -> Tensor:  # fmt: skip
         top, p_max, rounded, sums = stats
         exact = rounded
-        # lse - top is -log of the largest probability. With a log of a sum of exponentials, the small loss of
-        # a nearly certain target would be rounded off.
+        # lse - top is -log of the largest probability. A log of a sum of exponentials would round off the
+        # small loss of a nearly certain target.
         above = -p_max.log()
         if logits.dtype.itemsize == 2:
             exact = self.scale(projection.columns(at, self.target[at])).unsqueeze(1)
-            # If the correction exceeds 1 nat (logits around 1e3), the other logits have equally large errors:
-            # keep the rounded logit.
+            # If the correction exceeds 1 nat (logits around 1e3), the other logits have equally large errors,
+            # so the rounded logit is kept.
             exact = torch.where((exact - rounded).abs() <= 1.0, exact, rounded)
             # With the corrected target, lse grows by log(1 + p_t * (exp(exact - rounded) - 1)), where p_t =
             # exp(rounded - lse).
@@ -299,8 +299,8 @@ class CrossEntropy(RowLoss):
 class Divergence(RowLoss):
     """Generalized Jensen-Shannon divergence of a student s and a teacher t, with m = (1 - beta) s + beta t.
 
-    The divergence is beta * KL(t, m) + (1 - beta) * KL(s, m). Its limits are KL(t, s) for beta = 0 and KL(s,
-    t) for beta = 1. The gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m); for
+    The divergence is beta * KL(t, m) + (1 - beta) * KL(s, m). However, beta = 0 stands for KL(t, s), and beta
+    = 1 for KL(s, t). The gradient of l_c is s_c * (u_c - sum_k s_k u_k) with u = (1 - beta) * log(s / m); for
     beta = 1, u = log(s / t).
     """
 
@@ -331,7 +331,7 @@ class Divergence(RowLoss):
         """Return the divergence [r, 1] of rows, and the gradient [r, V] of the student's scaled logits."""
         s, t, beta = log_s.exp(), log_t.exp(), self.beta
         if beta == 0.0:
-            # The limit for beta 0: KL(t, s), whose gradient with respect to l_c is s_c - t_c.
+            # beta = 0 stands for KL(t, s), whose gradient with respect to l_c is s_c - t_c.
             return (t * (log_t - log_s)).sum(-1, keepdim=True), s - t
         log_m = log_t
         if beta < 1.0:
@@ -352,11 +352,11 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     Args:
         x: The rows [N, D].
         width: Number of columns of the logits.
-        budget_mib: Budget in MiB. With None on a CPU, the larger of the bytes of `x` and 16 MiB; a tile then
-            has at least 128 rows and at most an eighth of all rows. With None on a GPU, the larger of the
-            bytes of `x` and a 64th of the GPU's memory, rounded down to a power of two (1 GiB of an H100's
-            79); a tile then has at most 2,048 rows. The default depends on the GPU's total memory, not on its
-            free memory. So a prediction knows the default, and all steps of a run have the same tiles.
+        budget_mib: Budget in MiB. On a CPU, None means the larger of 16 MiB and the size of `x`; a tile then
+            has at least 128 rows and at most an eighth of all rows. On a GPU, None means the larger of the
+            size of `x` and a 64th of the GPU's memory, rounded down to a power of two (1 GiB of an H100's 79
+            GiB); a tile then has at most 2,048 rows. The default depends on the GPU's total memory, not on
+            its free memory. So the default is known before a run, and all steps of a run have the same tiles.
 
     Example:
         >>> tile_rows_of(torch.zeros(2048, 256), 16000, None)
@@ -378,8 +378,8 @@ def tile_rows_of(x: Tensor, width: int, budget_mib: float | None) -> int:
     # Each tile rounds a 16-bit weight gradient once more, so the number of tiles is limited.
     if x.dtype.itemsize == 2:
         fitting = max(fitting, -(-len(x) // MAX_16_BIT_TILES))
-    # Use the fewest tiles that fit, of about equal size, with a multiple of 8 rows if that still fits. ceil(N
-    # / number of tiles), where the number of tiles is ceil(N / fitting).
+    # Use the fewest tiles that fit, ceil(N / fitting), all of about equal size. Round the rows of a tile up
+    # to a multiple of 8 if that still fits.
     even = -(-len(x) // max(1, -(-len(x) // fitting)))
     return max(1, min(-(-even // 8) * 8, fitting))
 

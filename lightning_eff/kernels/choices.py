@@ -2,7 +2,7 @@
 
 `dispatch.choices_of` returns the choices. Choices are stored as files in the user's cache folder. A file's
 key consists of the GPU model, the versions of torch and Triton, and a hash of the kernels' code. A file is
-valid only for its key. Changes of comments, docstrings or layout do not change the hash. Files in the folder
+valid only for its key. Changes to comments, docstrings or layout do not change the hash. Files in the folder
 `measured` ship with the package and are read first. A damaged file counts as empty, and so does a file with
 another key.
 """
@@ -28,7 +28,7 @@ from lightning_eff.kernels.tile_configs import BY_NAME, CONFIGS, Shape, TileConf
 LIBRARY = "torch's library"
 SHIPPED = Path(__file__).with_name("measured")
 SOURCES = ("gemm_kernels.py", "epilogue.py", "launch.py")
-"""Source files that affect the speed of a config, in addition to its numbers."""
+"""Source files whose code affects the speed of all configs."""
 
 
 class Choice(NamedTuple):
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 
 class Choices:
-    """The choices for one GPU model, by the names of shapes.
+    """The choices for one GPU model, indexed by the names of shapes.
 
     Args:
         device: A GPU of this model.
@@ -52,7 +52,7 @@ class Choices:
 
     def __init__(self, device: torch.device) -> None:
         gpu: Any = torch.cuda.get_device_properties(device)
-        # The hash covers kernels and configs: measurements of other kernels or configs do not apply.
+        # The hash covers kernels and configs, because measurements of other kernels or configs do not apply.
         kernels = hashlib.sha256(repr(CONFIGS).encode())
         for source in SOURCES:
             kernels.update(_code(Path(__file__).with_name(source)).encode())
@@ -71,14 +71,14 @@ class Choices:
                 self.adopt(path.read_bytes())
 
     def adopt(self, text: str | bytes) -> None:
-        """Add the choices from the text of a file or of rank 0; a text with another key is ignored."""
+        """Add the choices in a text, which is from a file or from rank 0; ignore a text with another key."""
         try:
             content = json.loads(text)
             if content["key"] == self.key:
                 read = {shape: Choice(by, float(ratio)) for shape, (by, ratio) in content["choices"].items()}
                 # Ignore configs that this version of the package does not have.
                 self.known |= {shape: each for shape, each in read.items() if each.by in (LIBRARY, *BY_NAME)}
-        # Damaged text: shapes are measured again.
+        # If the text is damaged, shapes are measured again.
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return
 
@@ -112,7 +112,7 @@ class Choices:
                 Path(temporary).unlink(missing_ok=True)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per shape of this run: backend, and ratio or the reason for no measurement."""
+        """Return a row per shape of this run: the backend, and its ratio or why nothing was measured."""
         rows: list[dict[str, Any]] = []
         for shape, reason in self.asked.items():
             choice = self.known.get(str(shape))
@@ -121,7 +121,7 @@ class Choices:
         return rows
 
     def ours(self) -> list[set[int]]:
-        """Return M, N and K of each shape of this run that our kernels compute."""
+        """Return M, N and K of the shapes that our kernels compute in this run."""
         known = ((shape, self.known.get(str(shape))) for shape in self.asked)
         return [
             {shape.M, shape.N, shape.K} for shape, choice in known if choice is not None and choice.config
@@ -129,7 +129,7 @@ class Choices:
 
 
 def _code(path: Path) -> str:
-    """Return the code of a module in one layout, without comments and docstrings."""
+    """Return the code of a module in a normalized layout, without comments and docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):

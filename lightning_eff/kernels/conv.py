@@ -1,4 +1,4 @@
-"""Chains of convolutions, pooling and activations in spatial tiles, forward and backward.
+"""Compute chains of convolutions, pooling and activations in spatial tiles, forward and backward.
 
 `callbacks/tiled_conv` uses this module for the segments of a model; `tiled` is the public function. Each tile
 of the output is computed from a tile of the input, which is larger by a halo. The backward pass computes each
@@ -8,12 +8,13 @@ result up to rounding. Padding is added only at the borders of the image.
     input   |   halo [ tile ] halo   |      conv 3x3, conv 3x3: a halo of 2
     output  |        [ tile ]        |
 
-The forward pass keeps only the input and the weights. The backward pass sums the gradients of all tiles in
-one tensor of the input's size, and in one tensor per weight. The autograd function returns these sums for its
-inputs, so hooks, DDP, FSDP2 and optimizers in the backward pass get one gradient per weight.
+The forward pass saves only the input and the weights for the backward pass. The backward pass sums the
+gradients of all tiles in one tensor of the input's size, and in one tensor per weight. The autograd function
+returns these sums for its inputs, so hooks, DDP, FSDP2 and optimizers that step in the backward pass get one
+gradient per weight.
 
-Why not checkpointed slices of x under autograd: the backward pass of a slice allocates a tensor of zeros as
-large as x, once per tile.
+Why not checkpointed slices of x under autograd: the backward pass of each slice allocates a tensor of zeros
+as large as x.
 
 Why 1x1 and patch convolutions use torch's convolution, not a view and a matrix product: torch's convolution
 needs no more memory (benchmarks/tiled_conv.py). On a CPU a matrix product is faster for few outputs and for
@@ -46,7 +47,7 @@ def tiled(
     tiles: int | Sequence[int] | None = None,
     budget_mib: float | None = None,
 ) -> Float[Tensor, "b o *out"]:
-    """Compute layers one after another in spatial tiles.
+    """Compute a chain of layers in spatial tiles.
 
     Supported: convolutions with zero padding (any stride, dilation and groups), max and average pooling,
     pointwise activations, dropout, batch normalization in evaluation mode, and layer normalization over
@@ -55,21 +56,22 @@ def tiled(
     Args:
         segment: An `nn.Sequential`, a layer, or layers in their order.
         x: Input with one to three spatial axes.
-        tiles: Number of pieces of each spatial axis of the output, or one number for all axes. With None,
-            `budget_mib` determines the number, and at most a quarter of the outputs is computed more than
-            once.
-        budget_mib: MiB for the layers' outputs and two gradients of one tile. With None, the larger of 64 MiB
-            and a quarter of the size of `x`, because `x` and two gradients of about its size are in memory
-            anyway.
+        tiles: Number of pieces of each spatial axis of the output, or one number for all axes. If `tiles` is
+            None, `budget_mib` determines the number, and at most a quarter of the outputs is computed more
+            than once.
+        budget_mib: Memory in MiB for one tile's layer outputs and two gradients. None means the larger of 64
+            MiB and a quarter of the size of `x`. Less would save little, because `x` and two gradients of
+            about its size are in memory anyway.
 
     Returns:
         The output of the last layer.
 
     Raises:
-        ConfigError: A layer needs more than a window of pixels (statistics, mirrored padding), scatters its
-            input (transposed convolution, upsampling), is of an unsupported class, has hooks or a custom
-            forward, or would overwrite `x`; `tiles` or `budget_mib` is not positive, or both are given.
-        ValueError: `x` has another number of axes than the layers expect, or is too small for the layers.
+        ConfigError: A layer is not supported: it needs more than a window of pixels (statistics, mirrored
+            padding), scatters its input (transposed convolution, upsampling), has an unsupported class, hooks
+            or a custom forward, or would overwrite `x`. Or `tiles` or `budget_mib` is not positive, or both
+            are given.
+        ValueError: `x` has a different number of axes than the layers expect, or is too small for the layers.
         RuntimeError: A second derivative is requested, or weights have changed before the backward pass.
 
     Example:
@@ -105,7 +107,7 @@ def tiled(
 
 
 def read_segment(modules: Iterable[nn.Module], num_axes: int) -> tuple[LocalLayer, ...]:
-    """Return the layers of modules whose input has `num_axes` spatial axes.
+    """Return the layers of modules, for an input with `num_axes` spatial axes.
 
     Raises:
         ConfigError: A module cannot be computed in tiles, or overwrites the input of the segment.
@@ -137,8 +139,8 @@ def apply(grid: Grid, x: Float[Tensor, "b c *space"]) -> Float[Tensor, "b o *out
 class _Save(torch.autograd.Function):
     """Save tensors for the backward pass of `_Tiled`; the result has no elements.
 
-    A surrounding checkpoint recomputes its block until all saved tensors exist. `_Save` runs before the first
-    tile, so the recomputation of a block that ends with these layers stops before their tiles.
+    A checkpointed block is recomputed until all its saved tensors exist. `_Save` runs before the first tile.
+    So if a checkpointed block ends with these layers, the recomputation stops before their tiles.
     """
 
     @staticmethod
@@ -158,7 +160,8 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, run: _Run, saved: Tensor, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        # The node of `_Save` holds the tensors, which a surrounding checkpoint can free and restore.
+        # The tensors are saved in the node of `_Save`, where activation checkpointing can free and restore
+        # them.
         ctx.run, ctx.saved = run, saved.grad_fn
         return run.forward(x, tensors)
 
@@ -184,8 +187,9 @@ class _Run:
     def __init__(self, grid: Grid, device: torch.device) -> None:
         self._grid, kind = grid, device.type
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        # Casts of weights are not cached: surrounding code would reuse these casts, which have no gradient.
-        # The backward pass runs outside of the caller's autocast, so the state of autocast is kept here.
+        # Casts of weights are not cached, because surrounding code would reuse these casts, which have no
+        # gradient. The backward pass runs outside of the caller's autocast, so the state of autocast is kept
+        # here.
         self._autocast = lambda: torch.autocast(kind, dtype, enabled=is_on, cache_enabled=False)
         draws = any(layer.draws for layer in grid.layers)
         self._redraw = _redraw(device) if draws else contextlib.nullcontext
@@ -205,7 +209,7 @@ class _Run:
     def backward(
         self, tensors: Sequence[Tensor | None], grad: Tensor, needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradient of x, which is the first tensor, and of each weight that needs a gradient."""
+        """Return the gradients of x (the first tensor) and of each weight that needs a gradient."""
         x: Any = tensors[0]
         # Detached, so that `torch.autograd.grad` on a tile ends here and calls no hooks of the parameters.
         leaves = [
@@ -230,7 +234,7 @@ class _Run:
         grad: Tensor,
         sums: list[Tensor | None],
     ) -> None:
-        """Compute a tile again, and add its gradients of x and of the leaves to `sums`."""
+        """Compute a tile again, and add its gradients with respect to x and the leaves to `sums`."""
         part = x[tile.source].detach().requires_grad_(sums[0] is not None)
         with torch.enable_grad(), self._autocast():
             y = self._compute(tile, part, leaves)
@@ -259,14 +263,14 @@ class _Run:
         """Return an empty output tensor, in the memory format of a tile."""
         shape = (self._grid.num_samples, self._grid.channels[-1], *self._grid.lengths[-1])
         last: Any = {4: torch.channels_last, 5: torch.channels_last_3d}.get(part.dim())
-        # Some shapes are contiguous in both formats: the default format is used for them.
+        # A tensor may be contiguous in both formats; then the default format is used.
         is_last = last is not None and part.is_contiguous(memory_format=last) and not part.is_contiguous()
         memory_format = last if is_last else torch.contiguous_format
         return torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=memory_format)
 
 
 def _redraw(device: torch.device) -> Callable[[], Any]:
-    """Return a context manager that restores the present random state, as torch's checkpoint does."""
+    """Return a function that opens a context with the current random state, as torch's checkpoint does."""
     cpu = torch.get_rng_state()
     devices, states = get_device_states(torch.empty(0, device=device))
     # `fork_rng` needs a device type even without devices.

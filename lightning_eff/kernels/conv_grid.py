@@ -2,7 +2,8 @@
 
 Along each axis, the inputs of a tile follow from its outputs, layer by layer from the last to the first.
 Pixels outside the image are padding and are not computed. Tiles are products of intervals, so areas are
-products of lengths. Samples need no halo, so samples are divided before pixels.
+products of lengths. Samples need no halo, so a grid divides the samples first, and spatial axes only if tiles
+are still too large.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Grid:
         """Return the grid for an input [samples, channels, *space]; `pieces=None` gives a grid of one tile.
 
         Raises:
-            ValueError: A layer expects another number of axes, or the output of a layer would be empty.
+            ValueError: A layer expects a different number of axes, or the output of a layer would be empty.
         """
         lengths, channels = [tuple(x.shape[2:])], [x.shape[1]]
         for layer in layers:
@@ -123,9 +124,9 @@ class Grid:
         return math.prod(map(len, (self.samples, *self.axes)))
 
     def kept_elements(self) -> int:
-        """Return the number of elements of layer outputs that autograd would keep without tiles."""
-        # A layer that works in place writes to the memory of the level before it, and autograd keeps that
-        # memory once.
+        """Return the number of elements of layer outputs that autograd would save without tiles."""
+        # An in-place layer writes to the memory of the previous level, and autograd saves that memory only
+        # once.
         kept, memory = set[int](), [0]  # for each level, the level that owns the memory
         for level, layer in enumerate(self.layers):
             memory.append(memory[-1] if layer.is_in_place else level + 1)
@@ -135,18 +136,18 @@ class Grid:
         return sum(self._elements(level) for level in kept - {0, memory[-1]})
 
     def tile_elements(self) -> int:
-        """Return the number of elements of the largest tile: all layer outputs, and two gradients."""
+        """Return the number of elements in the largest tile's layer outputs and two gradients."""
         samples = max(end - first for first, end in self.samples)
         sizes = zip(self.channels, self._areas(max), strict=True)
         outputs = [samples * channels * area for channels, area in sizes][1:]
-        # The backward pass of a layer holds the gradients of its output and of its input.
+        # During the backward pass of a layer, the gradients of its output and of its input are in memory.
         return sum(outputs) + 2 * max(outputs)
 
     def saved_elements(self, *, is_input_trained: bool) -> int:
-        """Return how many fewer elements the backward pass holds than without tiles.
+        """Return the number of elements by which tiles lower the peak of the backward pass.
 
-        Without tiles, the peak of the backward pass is the kept elements plus the largest gradient between
-        layers. With tiles, the gradient of the input exists from the start.
+        Without tiles, the peak is `kept_elements` plus the largest gradient between layers. With tiles, the
+        peak is `tile_elements` plus the gradient of the input, which exists from the start.
         """
         largest = max(map(self._elements, range(1, len(self.layers))), default=0)
         plain = self.kept_elements() + largest
@@ -190,14 +191,14 @@ def _at(axis: list[list[Interval]], level: int) -> list[Interval]:
 
 
 def choose_grid(layers: Sequence[LocalLayer], x: Tensor, budget_bytes: float | None) -> Grid:
-    """Return the grid with the fewest cuts whose tiles fit a budget, as far as the halo limit allows.
+    """Return the grid with the fewest cuts whose tiles fit a budget, unless that would exceed the halo limit.
 
     Args:
         layers: The layers in order.
         x: The input.
-        budget_bytes: Bytes for the layers' outputs and two gradients of one tile. With None, the larger of 64
-            MiB and a quarter of the size of `x`, because `x` and two gradients of about its size are in
-            memory anyway.
+        budget_bytes: Bytes for one tile's layer outputs and two gradients. None means the larger of 64 MiB
+            and a quarter of the size of `x`. Less would save little, because `x` and two gradients of about
+            its size are in memory anyway.
 
     Raises:
         ValueError: `x` does not fit the layers.
@@ -230,8 +231,8 @@ def _finer(grid: Grid, excess: float) -> Iterator[Grid]:
         more = min(grid.num_samples, max(samples + 1, int(samples * excess)))
         yield replace(grid, pieces=(more, *pieces))
     lengths = grid.lengths[-1]
-    # The longest pieces first, because a cut adds the smallest share of halo there; the last axis breaks
-    # ties.
+    # The axis with the longest pieces comes first, because a cut adds the smallest fraction of halo there. Of
+    # equal axes, the last comes first.
     for axis in sorted(range(len(pieces)), key=lambda axis: (-(lengths[axis] // pieces[axis]), -axis)):
         if pieces[axis] < lengths[axis]:
             yield replace(grid, pieces=(samples, *pieces[:axis], pieces[axis] + 1, *pieces[axis + 1 :]))

@@ -1,17 +1,17 @@
-"""Describe torch's layers whose output at a pixel depends on a window of input pixels, for conv.py.
+"""Describe, for conv.py, torch's layers whose output at a pixel depends on a window of input pixels.
 
 Along each spatial axis, output `o` reads the inputs
 
     o * stride - low + tap * dilation        for 0 <= tap < kernel
 
-Inputs below 0 and beyond the image are padding. A module whose output depends on inputs outside such a
-window, or whose padding is not constant, is not supported. Such a module ends a segment, and torch computes
-the module for the whole image.
+Inputs below 0 and beyond the image are padding. A module is not supported if its output depends on inputs
+outside such a window, or if its padding is not constant. Such a module ends a segment, and torch computes the
+module for the whole image.
 
 A module's sizes, flags and weights are read at each call. Only torch's own classes are supported, by exact
-type, since a subclass, a parametrization or an adapter may compute anything. Layer normalization over
-channels is the exception, since torch has no class for that layer: a subclass of `nn.LayerNorm` is tested
-numerically.
+type, since a subclass, a parametrization or an adapter may compute anything. The exception is layer
+normalization over channels, for which torch has no class. Whether a subclass of `nn.LayerNorm` computes this
+normalization is tested numerically.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """A layer in a form that can compute one tile.
+    """A layer as a function that can compute a single tile.
 
     Args:
         compute: Function of a tile of the input, the tensors, and the padding at both ends of each axis.
         windows: One window per spatial axis; empty for a pointwise layer, which takes any number of axes.
         channels: Number of output channels; None if it equals the number of input channels.
         tensors: Weights and similar tensors that may need a gradient.
-        keeps: The tensor that autograd keeps for the backward pass: `input`, `result`, or empty for none.
+        keeps: The tensor that autograd saves for the backward pass: `input`, `result`, or empty for none.
         is_in_place: Whether the layer overwrites its input.
         draws: Whether the layer draws random numbers.
     """
@@ -136,7 +136,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children by name; a child that is used twice appears under both names."""
+    """Return the children by name; a child with two names appears under both."""
     return dict(vars(module)["_modules"])
 
 
@@ -190,7 +190,7 @@ def read_module(
 
 
 def overwrites_input(layers: Sequence[LocalLayer]) -> bool:
-    """Return whether the first layer of a segment that computes anything overwrites the segment's input.
+    """Return whether the first layer that computes anything overwrites the input of the segment.
 
     In that case, the next tile would read its halo from overwritten memory.
     """
@@ -299,7 +299,7 @@ def _batch_norm(module: Any) -> LocalLayer | str:
     if module.training or module.running_mean is None:
         unless = "in evaluation mode" + " with running statistics" * (module.running_mean is None)
         return f"{type(module).__name__} needs statistics of all pixels ({unless} it does not)"
-    # Copies: a forward pass in training mode changes the statistics, unnoticed by the backward pass.
+    # Copies, because a forward pass in training mode could change the statistics before the backward pass.
     dtype = torch.promote_types(module.running_mean.dtype, torch.float32)
     mean = module.running_mean.to(dtype, copy=True)
     inverse_std = torch.rsqrt(module.running_var.to(dtype) + module.eps)
@@ -317,10 +317,10 @@ def _batch_norm(module: Any) -> LocalLayer | str:
 
 
 def _channel_norm(module: Any, num_axes: int) -> LocalLayer | str:
-    """Return a subclass of `nn.LayerNorm` as a layer, if the subclass normalizes over channels.
+    """Return the layer if an `nn.LayerNorm` subclass normalizes over channels, else the reason why not.
 
-    A copy of the module with test weights is compared with the formula, on an image [2, channels, *space] in
-    float64.
+    A copy of the module gets test weights and runs on a float64 image [2, channels, *space]. The result is
+    compared with the formula.
     """
     refusal = f"{type(module).__name__} is not known to normalize over the channels of a pixel"
     # Children and buffers may change what a subclass computes.

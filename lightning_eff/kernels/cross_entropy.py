@@ -1,4 +1,4 @@
-"""Cross-entropy, log-probabilities and distillation losses of an output projection, without all its logits.
+"""Cross-entropy, log-probabilities and distillation losses of an output projection, in tiles of logits.
 
 The logits [N, V] of a language model are often the largest tensor of a step, and their gradient is as large.
 Here logits exist for only a few rows at a time. `_row_losses.py` computes the tiles, the losses, and the
@@ -7,20 +7,20 @@ and the gradients of its logits. The autograd function has two modes:
 
 *In forward*: all three GEMMs run in the forward pass, and the backward pass multiplies the gradients by a
 factor. This mode is for a scalar loss, because its gradients are known up to that factor. *In backward*: the
-forward pass keeps only its inputs, and the backward pass computes the logits again, which is a fourth GEMM.
-This mode is for one value per row, for float16 (gradients would underflow without the loss scale), and for
-checkpointed blocks (gradients would be computed twice).
+forward pass saves only its inputs, and the backward pass computes the logits again, in a fourth GEMM. This
+mode is for losses with one value per row, for float16 (gradients would underflow without the loss scale), and
+for checkpointed blocks (gradients would be computed twice).
 
-The autograd function returns gradients for its inputs, so hooks, DDP, FSDP2, tied weights and optimizers in
-the backward pass see one gradient per weight. `callbacks/tiled_loss` calls this module.
+The autograd function returns gradients for its inputs, so hooks, DDP, FSDP2, tied weights and optimizers that
+step in the backward pass get one gradient per weight. `callbacks/tiled_loss` calls this module.
 
 Why not torch's `F.linear_cross_entropy` (2.13): it ignores autocast, its float16 gradients underflow, it has
 no softcap, z-loss or adapters, and it returns a 16-bit loss. In bfloat16 the error of torch's loss is 8e-3,
 and the error of this loss is 1e-7. Compared with torch's fastest options on a CPU, this loss takes at most
 5 % longer and at most 1 % more memory. For small losses with a frozen weight, this loss takes 20 % longer,
-and in bfloat16 37 % (docs/benchmarks/tiles.md).
+and 37 % longer in bfloat16 (docs/benchmarks/tiles.md).
 Why not an inner `backward()` per tile: hooks would fire once per tile, and DDP rejects the second call.
-Why not a checkpoint per tile: autograd adds each tile's dW [V, D] to the previous sum, which takes twice the
+Why not checkpointing per tile: autograd adds each tile's dW [V, D] to the previous sum, which takes twice the
 memory.
 """
 
@@ -94,15 +94,15 @@ def linear_cross_entropy(
         ignore_index: Target value of rows without a loss.
         label_smoothing: Fraction of the loss that is spread over all classes, 0 to 1.
         z_loss: Factor of the z-loss, which is the squared logsumexp of the logits.
-        softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; None leaves logits unchanged.
         temperature: Divisor of the logits, applied after `softcap`.
         class_weight: Weight of each class, like `weight` of `F.cross_entropy`.
         reduction: `mean` (divides by the sum of the targets' weights), `sum`, or `none`.
-        tile_budget_mib: Memory for float32 logits in MiB. On a CPU, None means as much as `x`, but at least
-            16 MiB; a tile then has at least 128 rows and at most an eighth of all rows. On a GPU,
-            None means as much as `x`, but at least a 64th of the GPU's memory, rounded down to a power of
-            two; a tile then has at most 2,048 rows. A GPU without Triton needs up to three times as much
-            memory. 16-bit inputs are computed in at most 16 tiles.
+        tile_budget_mib: Memory for float32 logits in MiB. On a CPU, None means the size of `x`, but at least
+            16 MiB; a tile then has at least 128 rows and at most an eighth of all rows. On a GPU, None means
+            the size of `x`, but at least a 64th of the GPU's memory, rounded down to a power of two; a tile
+            then has at most 2,048 rows. A GPU without Triton needs up to three times as much memory. 16-bit
+            inputs are divided into at most 16 tiles.
         low_rank: An adapter of the projection: rows [*batch, r] and weight [v, r], whose product is added to
             the logits.
 
@@ -156,8 +156,8 @@ def linear_cross_entropy(
         factor /= len(targets) if weights is None else weights[targets].sum()
     if _may_form_gradients(dtype):
         return _apply(Plan(loss, dtype, tile_rows, index, factor), bias, *pairs)
-    # Gradients are computed in the backward pass, so that they include the loss scale: one value per row is
-    # returned, and the values are summed here.
+    # Gradients are computed in the backward pass, so that they include the loss scale. `_apply` returns one
+    # value per row, and the values are summed here.
     return _apply(Plan(loss, dtype, tile_rows, index), bias, *pairs).sum() * factor
 
 
@@ -194,12 +194,12 @@ def token_logprobs(
     Args:
         x: Hidden states, `d` features last.
         weight: Weight of the output projection, as `nn.Linear` stores it.
-        target: Class of each row. There is no ignored index; select rows first.
+        target: Class of each row. There is no ignored index, so rows must be selected before the call.
         bias: One value per class, or None.
         temperature: Divisor of the logits, applied after `softcap`.
-        softcap: Logits become `softcap * tanh(logits / softcap)`; with None, logits are not capped.
+        softcap: Logits become `softcap * tanh(logits / softcap)`; None leaves logits unchanged.
         with_entropy: Also return the entropy of each row, which is differentiable.
-        tile_budget_mib: Memory for float32 logits in MiB; None as in `linear_cross_entropy`.
+        tile_budget_mib: Memory for float32 logits in MiB; None means the same as in `linear_cross_entropy`.
         low_rank: An adapter of the projection, as in `linear_cross_entropy`.
 
     Returns:
@@ -292,8 +292,8 @@ class Plan:
         dtype: Dtype in which rows and weights are multiplied.
         tile_rows: Number of rows per tile.
         index: Indices of the rows that have a loss; None for all rows.
-        factor: Factor of the sum of the values. The result is then a scalar, and the forward pass computes
-            the gradients. With None, the result is one value per row.
+        factor: Factor of the sum of the values. If `factor` is given, the result is a scalar, and the forward
+            pass computes the gradients. If `factor` is None, the result is one value per row.
     """
 
     loss: RowLoss
@@ -338,7 +338,7 @@ class LossInTiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients times `grad`; compute the gradients if the forward pass has not.
+        """Return the gradients times `grad`; compute the gradients if the forward pass has not computed them.
 
         Raises:
             RuntimeError: A second derivative is requested.
@@ -369,13 +369,14 @@ _apply: Any = _untraced(LossInTiles.apply)
 def _may_form_gradients(dtype: torch.dtype) -> bool:
     """Return whether the forward pass of a scalar loss computes the gradients.
 
-    The forward pass computes no gradients in float16 (gradients would underflow without the loss scale), with
-    gradients disabled, or inside a checkpoint, whose forward pass runs twice. Saved-tensor hooks reveal a
-    checkpoint.
+    If gradients are disabled, none are computed. In float16, gradients would underflow without the loss
+    scale. In a checkpointed block, the forward pass runs twice. In both cases, the backward pass computes the
+    gradients. A checkpointed block is detected by its saved-tensor hooks.
     """
     if dtype == torch.float16 or not torch.is_grad_enabled():
         return False
-    # Private in torch 2.10 to 2.13. A checkpoint sets hooks for saved tensors during its forward pass.
+    # Private in torch 2.10 to 2.13. Activation checkpointing sets hooks for saved tensors during the forward
+    # pass.
     autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     return autograd._top_saved_tensors_default_hooks(True) is None  # noqa: SLF001, FBT003
 

@@ -23,7 +23,7 @@ KIB = 2**10
 AMPERE = 80
 """Compute capability of the first GPUs with bfloat16."""
 _predicted: ContextVar[Device | None] = ContextVar("_predicted", default=None)
-"""The GPU of the current prediction; the fake tensors of a prediction are on the CPU."""
+"""The GPU for which memory is being predicted; the fake tensors of a prediction are on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Device:
     is_estimate: bool = False
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Return the peak operations per second in a dtype; without units for that dtype, in float32."""
+        """Return the peak operations per second in a dtype, or in float32 if the device lacks that dtype."""
         name = "tf32" if tf32 and dtype == torch.float32 else str(dtype).removeprefix("torch.")
         name = "float8" if name.startswith("float8") else name
         return self.peak_tflops.get(name, self.peak_tflops["float32"]) * 1e12
@@ -142,10 +142,10 @@ DEVICES: Mapping[str, Device] = {
 }  # fmt: skip
 """Devices by the names that the command line accepts: A100 and H100 with 80 GB, V100 with 32 GB.
 
-Peaks are for dense products with float32 sums, from the vendors' data sheets and white papers. The driver
-reports the memory sizes. The memory sizes of the RTX 5090 and of all entries below are from data sheets, less
-3 % for the driver, and less 1/16 if GDDR memory corrects errors. L2 bandwidths are estimates, since vendors
-do not publish L2 bandwidths."""
+Peaks are for dense products with float32 sums, from the vendors' data sheets and white papers. The memory
+sizes of the first five entries are from the driver. The other memory sizes are from data sheets, less 3 % for
+the driver, and less 1/16 if GDDR memory corrects errors. L2 bandwidths are estimates, since vendors do not
+publish L2 bandwidths."""
 
 
 def named(name: str) -> Device:
@@ -188,7 +188,8 @@ def of(device: torch.device) -> Device:
 @functools.cache
 def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
     """Return the table's entry for a GPU, or an estimate for an unknown GPU; `sizes` come from the driver."""
-    # The driver's name contains the table's name as a word. NVL boards have as many SMs, but lower clocks.
+    # The driver's name contains the table's name as a word. NVL boards have the same number of SMs, but lower
+    # clocks.
     known = (info for info in DEVICES.values() if re.search(rf"\b{info.name}\b", name) and "NVL" not in name)
     device = next((info for info in known if info.num_sms == num_sms), None)
     if device is not None:
@@ -208,7 +209,7 @@ def _gpu(name: str, capability: int, num_sms: int, **sizes: int) -> Device:
 
 @contextmanager
 def predicted(gpu: Device | None) -> Generator[None]:
-    """Treat fake tensors as tensors of a GPU that this machine may lack; with None, as CPU tensors."""
+    """Treat fake tensors as tensors of a GPU that this machine may lack; if `gpu` is None, as CPU tensors."""
     token = _predicted.set(gpu)
     try:
         yield
@@ -217,7 +218,7 @@ def predicted(gpu: Device | None) -> Generator[None]:
 
 
 def gpu_of(tensor: Tensor) -> Device | None:
-    """Return the GPU of a tensor, or the predicted GPU of a fake tensor; None for a CPU tensor.
+    """Return the GPU of a tensor, or None; a fake tensor has the GPU that `predicted` has set.
 
     Example:
         >>> gpu_of(torch.ones(2)) is None
@@ -250,7 +251,7 @@ def why_no_kernels(device: torch.device) -> str:
 
 
 def float32_precision() -> Literal["tf32", "ieee"]:
-    """Return how CUDA multiplies float32, whichever of PyTorch's switches has set that.
+    """Return how CUDA multiplies float32 matrices, no matter which of PyTorch's switches was set.
 
     PyTorch's own products follow `fp32_precision`, which reflects all switches and inherited settings.
     Reading the older switches (`allow_tf32`, `get_float32_matmul_precision`) raises an error if the newer

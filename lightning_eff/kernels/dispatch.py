@@ -2,14 +2,14 @@
 
 `backend="triton"` runs our kernels with the config that the cost model (tiles.py) ranks first; `torch` calls
 torch's library. `auto` picks the backend that is faster on this GPU. The first call of a shape measures the
-library and the top-ranked configs (measure.py); our kernels are chosen if one is more than 3 % faster.
-Choices are stored for the next process (choices.py). `auto` always calls the library on devices other than
-CUDA GPUs, for small products, and while a compiler or autograd records the call.
+library and the top-ranked configs (measure.py); our kernels are chosen if one of these configs is more than 3
+% faster. Choices are stored for the next process (choices.py). `auto` always calls the library on devices
+other than CUDA GPUs, for small products, and while a compiler or autograd records the call.
 
-The number of rows (the tokens of a layer) varies, so a choice holds for all numbers up to the next power of
-two. Nothing is measured while a CUDA graph is captured. Under deterministic algorithms nothing is measured
-either, because another run could choose a kernel that sums in another order. Only rank 0 measures, because
-all ranks must use the same kernels. The library computes a shape until that shape has been measured.
+The number of rows (the tokens of a layer) varies, so rows are rounded up to a power of two before a choice is
+looked up. Nothing is measured while a CUDA graph is captured. Under deterministic algorithms nothing is
+measured either, because another run could choose a kernel that sums in another order. Only rank 0 measures,
+because all ranks must use the same kernels. The library computes a shape until that shape has been measured.
 
 matmul.py calls `find` once per GEMM. The answer is cached by the sizes, strides, dtypes and address alignment
 of the operands, so a later call is one lookup.
@@ -36,7 +36,7 @@ BACKENDS = ("auto", "torch", "triton")
 NUM_CANDIDATES = 4
 """Number of configs that are measured, best-ranked first."""
 MIN_FLOP = 2e10
-"""Smallest FLOPs that `auto` measures (30 us on an H100): below, launch overhead cancels the gain."""
+"""Smallest number of FLOPs that `auto` measures (30 us on an H100); below, launch overhead dominates."""
 MAX_FOUND = 4096
 """Largest number of cached answers. A full cache is cleared; varying lengths can fill the cache."""
 _found: dict[tuple[Any, ...], Launch | None] = {}
@@ -75,13 +75,13 @@ def find(
     """Return the launch that computes a GEMM into `out` or a new tensor; None means torch's library.
 
     Args:
-        operands: Checked operands, not fake tensors, for which `may_use_triton` is true.
+        operands: Checked operands for which `may_use_triton` is true; not fake tensors.
         out: Tensor for the result; None for a new, contiguous tensor.
         backend: `auto` or `triton`.
         writes: As in `Operands.shape`. The written matrices are newly allocated and therefore aligned.
     """
     a, b, c, bias = operands.tensors
-    # This function runs in every call, so the key has plain numbers: building a Shape takes longer.
+    # This function runs in every call, so the key has plain numbers, because building a Shape takes longer.
     epilogue = tuple([None if t is None else t.data_ptr() % TMA_BYTES for t in (operands.gate, operands.up)])
     # The allocator aligns a new result.
     offsets = tuple([t.data_ptr() % TMA_BYTES for t in ((a, b) if out is None else (a, b, out))])
@@ -113,7 +113,7 @@ def find(
 
 
 def _may_add(operands: Operands, c: Tensor, out: Tensor) -> bool:
-    """Return whether a config may add to `out` in memory: `out` is C, is in float32, and has no epilogue."""
+    """Return whether a config may add to `out` in memory: `out` must be C in float32, without an epilogue."""
     is_sum = operands.beta == 1.0 and operands.bias is operands.activation is None
     is_sum = is_sum and out.dtype == torch.float32 and (out.is_cuda or INTERPRETED)
     return is_sum and in_place(c, out)
@@ -155,14 +155,14 @@ def choose(shape: Shape, operands: Operands, out: Tensor | None, writes: int) ->
 
 @functools.cache
 def choices_of(device: torch.device) -> Choices:
-    """Return the choices for a GPU of this machine that are known so far."""
+    """Return the choices that are known so far for a GPU of this machine."""
     return Choices(device)
 
 
 def rounded(shape: Shape) -> Shape:
     """Return a shape with its tokens rounded up to a power of two: K for a weight's gradient, otherwise M."""
     if shape.layout[0] == "t":
-        # A transposed A is dY.T: its columns, K, are the tokens.
+        # A transposed A is dY.T, whose columns (K) are the tokens.
         return replace(shape, K=1 << (shape.K - 1).bit_length())
     return replace(shape, M=1 << (shape.M - 1).bit_length())
 

@@ -10,8 +10,9 @@ and f for the activation. gemm_kernels.py calls `finish`:
     yes       g     None  x * f'(g)        f(g)                  x is the gradient of f(g)
     yes       g     u     x * u * f'(g)    f(g) * u   x * f(g)   x is the gradient of f(g) * u
 
-`pre` and `d2` are stored if their memory is passed. In a gradient, `pre` is d of the forward pass, computed
-again. The next GEMM of the gradient reads this `pre`, so the forward pass does not have to keep d.
+`pre` and `d2` are stored if the caller passes tensors for them. In a gradient, `pre` is d of the forward
+pass, computed again. The next GEMM of the backward pass reads this `pre`, so the forward pass does not have
+to save d.
 """
 
 # pyright: basic, reportInvalidTypeForm=false
@@ -56,7 +57,7 @@ def address(matrix, row, column, stride_m, stride_n):
 
 @jit
 def indices(LENGTH: tl.constexpr, WIDE: tl.constexpr):
-    """Return the row or column numbers of a tile, from 0 on; WIDE numbers have 64 bits, for long strides."""
+    """Return the row or column numbers of a tile, starting at 0; with WIDE in 64 bits, for long strides."""
     return tl.arange(0, LENGTH).to(tl.int64 if WIDE else tl.int32)
 
 
@@ -68,7 +69,7 @@ def finish(
     """Return the values of `pre`, `d2` and `d` for the tile acc [BLOCK_M, WIDTH], in float32.
 
     c points to the start of the tile, and bias [N] to column 0. gate and up [batch, M, N] are contiguous, and
-    the tile starts at element `packed` of each.
+    the tile starts at element `packed` of both.
     """
     inside = inside_m[:, None] & inside_n[None, :]
     x = acc * alpha

@@ -31,7 +31,7 @@ __all__ = ["INTERPRETED", "gemm_pointers", "gemm_tma", "reduce_split_k", "triton
 
 @jit
 def _tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return the row and the column of a tile, so that concurrent tiles share A and B in the L2 cache.
+    """Return a tile's row and column, in an order in which concurrent tiles share A and B in the L2 cache.
 
     Tiles are numbered down a column of GROUP_M tiles, then down the next column, along a band of GROUP_M
     rows:
@@ -72,7 +72,7 @@ def _write(
     stride_cz, stride_cm, stride_cn, stride_dz, stride_dm, stride_dn,
     alpha, beta, ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to product z's tile at (first_m, first_n), and store its part inside D [M, N]."""
+    """Apply the epilogue to product z's tile at (first_m, first_n), and store elements inside D [M, N]."""
     m, n = indices(acc.shape[0], WIDE), indices(acc.shape[1], WIDE)
     inside_m, inside_n = m < M - first_m, n < N - first_n
     inside = inside_m[:, None] & inside_n[None, :]
@@ -121,7 +121,8 @@ def gemm_pointers(
     first, last = _range_of_k((z_split % SPLIT_K).to(tl.int32), K, BLOCK_K, SPLIT_K)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
     m, n, k = indices(BLOCK_M, WIDE), indices(BLOCK_N, WIDE), indices(BLOCK_K, WIDE)
-    # Only the base address changes per step: constant offsets inside a step take half of the registers.
+    # Only the base address changes per step, because constant offsets inside a step need half as many
+    # registers.
     a = address(a + z * stride_az, first_m, first, stride_am, stride_ak)
     b = address(b + z * stride_bz, first, first_n, stride_bk, stride_bn)
     a_offsets = m[:, None] * stride_am + k[None, :] * stride_ak

@@ -1,4 +1,4 @@
-"""Launch the kernels: grids, strides, compiled-in constants, and scratch memory for split K.
+"""Launch the kernels with their grids, strides, compile-time constants, and scratch memory for split K.
 
 On its first call, a `Launch` binds a config to the sizes, strides and formats of one GEMM. Later calls pass
 addresses and factors straight to the compiled kernel, without Triton's own lookup, which takes longer than
@@ -177,7 +177,7 @@ def _one_batch_axis(tensor: Tensor | None, batch: tuple[int, ...]) -> Any:
 
 
 def _is_like_d(c: Tensor, d: Tensor) -> bool:
-    """Return whether C is as contiguous and aligned as TMA requires of D, so that C is read in vectors."""
+    """Return whether C is contiguous and aligned, as TMA requires of D; C can then be read in vectors."""
     return c.stride(1) == 1 and not (c.stride(0) * d.element_size() % TMA_BYTES or c.data_ptr() % TMA_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Compute the GEMM and the epilogues of MLPs with torch's own functions: the alternative to our kernels."""
+"""Compute the GEMM and the epilogues of MLPs with torch's own functions instead of our kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MLP_ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor
 
 
 def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
-    """Compute a GEMM with few differentiable calls of torch's library, into `out` or a new tensor.
+    """Compute a GEMM with a few differentiable calls of torch's library, into `out` or a new tensor.
 
     Rounding follows torch: a 16-bit result is rounded before the activation. With C and a bias, the sum of
     the product and C is rounded before the bias is added.
@@ -68,7 +68,7 @@ def by_library(operands: Operands, out: Tensor | None = None) -> Tensor:
 
 
 def mlp_by_library(operands: Operands, *, stores_pre: bool) -> list[Tensor]:
-    """Compute a GEMM with the epilogue of an MLP: `d`, then `pre` and `d2` if they exist (epilogue.py)."""
+    """Compute a GEMM with an MLP's epilogue (epilogue.py); return `d`, then `pre` and `d2` if they exist."""
     gate, up, activation = cast("Any", operands.gate), operands.up, operands.activation or ""
     x = by_library(replace(operands, activation=None, gate=None, up=None, gradient=False))
     if not operands.gradient:
@@ -84,7 +84,7 @@ def mlp_by_library(operands: Operands, *, stores_pre: bool) -> list[Tensor]:
 def activated(h: Tensor, gate: Tensor | None, activation: str) -> Tensor:
     """Compute the activations A [T, F] of an MLP: act(H), or act(G) * H with a gate G."""
     activate = MLP_ACTIVATIONS[activation][0]
-    return activate(h) if gate is None else activate(gate) * h  # a checkpoint policy may keep this factor
+    return activate(h) if gate is None else activate(gate) * h  # a checkpointing policy may save this factor
 
 
 def input_gradients(

@@ -1,4 +1,4 @@
-"""A linear layer computed by our GEMM: `nn.Linear` with another class, but with the same parameters.
+"""A linear layer that our GEMM computes: an `nn.Linear` with a new class and with the same parameters.
 
     y = x @ weight.T + bias
 
@@ -8,13 +8,13 @@
     input's gradient   X [T, K] = Y [T, N] @ W [N, K]       nn
     weight's gradient  W [N, K] = Y [T, N].T @ X [T, K]     tn
 
-While an `Accumulation` is open, the GEMM adds the weight's gradient to `weight.grad` (C = dW, beta = 1). So
-no second gradient of the weight's size is allocated. In the first micro-batch of a step, `weight.grad` is
-None, and autograd stores the layer's gradient there (beta = 0).
+Inside the context of an `Accumulation`, the GEMM adds the weight's gradient to `weight.grad` (C = dW, beta =
+1). So no second gradient of the weight's size is allocated. In the first micro-batch of a step, `weight.grad`
+is None, and autograd stores the layer's gradient there (beta = 0).
 
-Only the code that runs the backward passes can open an `Accumulation`. A gradient that is added in place
-bypasses autograd. A hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss that gradient,
-so a layer adds in place only in the absence of all three.
+Only the code that runs the backward passes should enter this context. A gradient that is added in place
+bypasses autograd. A hook on the parameter, DDP's reducer or `torch.autograd.grad` would miss that gradient. A
+layer therefore adds in place only if none of the three is in use.
 
 The layer calls `F.linear` where our GEMM is not faster or not supported. Examples are CPUs and small products
 (without accumulation), `torch.compile`, forward-mode derivatives, complex numbers and integers.
@@ -42,7 +42,7 @@ from lightning_eff.kernels.operands import DTYPES, Operands
 class Accumulation:
     """Allow layers to add gradients in place inside a `with` block, and count these additions.
 
-    Use the block around a backward pass in which DDP does not reduce gradients.
+    The block may contain only backward passes in which DDP does not reduce gradients.
 
     Args:
         is_expected: Whether a step may have several backward passes; if False, layers do not prepare for
@@ -81,7 +81,7 @@ class Accumulation:
             return False
         # A hook needs the gradient as a tensor, and adding in place never creates that tensor.
         has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)  # noqa: SLF001
-        is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # a prediction's weight is fake
+        is_plain = type(weight) in (nn.Parameter, Tensor) or is_fake(weight)  # fake if memory is predicted
         if has_hooks or not is_plain or not weight.is_leaf:
             return False
         # Only `backward` accumulates into .grad. `autograd.grad` returns the gradient instead; in its
@@ -93,7 +93,7 @@ class Accumulation:
 
 
 class TritonLinear(nn.Linear):
-    """A linear layer by our GEMM, built like `nn.Linear`; assign the class to `__class__` to convert a layer.
+    """An `nn.Linear` that our GEMM computes; to convert a layer, assign this class to its `__class__`.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -178,8 +178,8 @@ def low_copy(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of the weight in autocast's dtype; like autocast, reuse the copy while a graph holds it.
 
     A layer that is called a hundred times in a forward pass casts its weight once, and keeps one copy. A
-    change through `weight.data` is not detected while a graph holds the copy: call `forget_copies` after an
-    optimizer step.
+    change through `weight.data` is not detected while a graph holds the copy, so `forget_copies` must be
+    called after an optimizer step.
     """
     # `_version` counts in-place changes; the address changes if `weight.data` is assigned.
     version = (dtype, weight._version, weight.data_ptr())  # noqa: SLF001
@@ -204,7 +204,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor | None, backend: str,
         accumulation: Accumulation | None,
     ) -> Tensor:  # fmt: skip
-        # Detached: `weight.data = ...` before the backward pass must not change the weight used here.
+        # Detached, so that assigning to `weight.data` before the backward pass does not change this weight.
         used = weight.detach() if copy is None else copy
         low_bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         # dX needs W, and dW needs X.
@@ -244,7 +244,8 @@ def weight_gradient(
     `node` is the graph node that accumulates the weight's gradient.
     """
     is_ours = backend != "torch"
-    # On a CPU torch's library adds only in the dtype of its operands; otherwise autograd adds.
+    # On a CPU, torch's library adds a product only to a tensor of the operands' dtype; otherwise autograd
+    # adds.
     may_add = is_ours or x.is_cuda or weight.dtype == x.dtype
     if may_add and accumulation is not None and accumulation.takes(weight, node):
         # In memory: weight.grad [N, K] = 1 * dY.T [N, T] @ X [T, K] + 1 * weight.grad
@@ -276,7 +277,7 @@ def product(
 
 
 def _differentiable(ctx: Any, grad: Tensor, x: Tensor | None, used: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that have a graph, because torch's differentiable functions compute them."""
+    """Return differentiable gradients, which torch's own functions compute."""
     weight, bias_dtype = ctx.weight, ctx.bias_dtype
     grad_x = grad @ weight.to(grad.dtype) if used is not None else None
     grad_weight = (grad.T @ x).to(weight.dtype) if x is not None else None

@@ -4,10 +4,10 @@ A call checks its operands (operands.py) and looks up the backend (dispatch.py).
 library (library.py), or the kernels (gemm_kernels.py) through launch.py. Layers call `compute`, since their
 operands need no check.
 
-The kernels are registered as a torch operator with a shape, FLOPs and a gradient. Autograd, torch.compile,
-checkpointing and fake tensors thus see one opaque operation. If none of these four is active, a call launches
-the kernels directly, because torch's dispatcher costs more than the rest of the call. The dispatcher passes
-only tensors, so the operator's implementation looks up its launch again.
+The kernels are registered as a torch operator, with functions for its shape, FLOPs and gradient. Autograd,
+torch.compile, checkpointing and fake tensors thus see one opaque operation. If none of these four is active,
+a call launches the kernels directly, because torch's dispatcher costs more than the rest of the call. The
+dispatcher cannot pass a `Launch`, so the operator's implementation looks up the launch again.
 
 Example:
     >>> gemm(torch.ones(2, 3), torch.ones(3, 2), torch.ones(2, 2), alpha=2.0, beta=-1.0)
@@ -76,9 +76,9 @@ def gemm(
         bias: Vector `[N]` that is added to every row.
         activation: `relu`, `silu`, `gelu_tanh`, or None.
         out_dtype: Dtype of the result; None for the dtype of `a`.
-        out: Tensor for the result, which is returned; it may be `c`. A call with `out` is not differentiable,
-            as everywhere in torch. If `out` overlaps another operand, the result is computed in new memory
-            and copied.
+        out: Tensor for the result, which is returned; it may be `c`. A call with `out` does not support
+            autograd, as with torch's functions. If `out` overlaps another operand, the result is computed in
+            new memory and copied.
         backend: `triton` for our kernels, `torch` for torch's library. `auto` chooses the faster backend, as
             measured in the first call of a shape on a CUDA GPU (dispatch.py). Calls that autograd records use
             the library.
@@ -168,7 +168,7 @@ def compute(operands: Operands, out: Tensor | None = None, backend: str = "auto"
 def compute_fused(
     operands: Operands, backend: str, *, stores_pre: bool, stores_d2: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Compute a GEMM with the epilogue of an MLP (epilogue.py); None if torch's library should compute it.
+    """Compute a GEMM with an MLP's epilogue (epilogue.py), or return None to leave it to torch's library.
 
     Returns:
         `d`, `pre` and `d2`, with None for `pre` or `d2` if not stored.
@@ -194,7 +194,7 @@ def is_traced() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Return whether forward-mode derivatives (jvp, jacfwd), which our operator lacks, are active."""
+    """Return whether forward-mode derivatives (jvp, jacfwd) are active, which our operator cannot compute."""
     return forward_ad._current_level >= 0  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
@@ -282,7 +282,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     like_a, like_b, like_c, like_bias = ctx.likes
     needs_a, needs_b, needs_c, needs_bias = ctx.needs_input_grad[:4]
-    # In the dtype of A, because both operands of a product have one dtype.
+    # In the dtype of A, because both operands of a product must have the same dtype.
     factor = grad.to(like_a[0])
     return (
         # Gradient of A: dA [*batch, M, K] = alpha * dD [*batch, M, N] @ B^T [*batch, N, K]
@@ -297,7 +297,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _product(a: Tensor, b: Tensor, alpha: float, like: tuple[torch.dtype, torch.Size]) -> Tensor:
-    """Return alpha * a @ b by our kernels, as in the forward pass, with broadcast axes summed."""
+    """Compute alpha * a @ b with our kernels, like the forward pass, and sum over broadcast axes."""
     operands = Operands(a=a, b=b, alpha=alpha, out_dtype=like[0], batch=batch_of(a, b))
     return compute(operands, backend="triton").sum_to_size(like[1])
 

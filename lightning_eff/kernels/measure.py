@@ -27,7 +27,7 @@ from lightning_eff.kernels.operands import Operands, in_place
 from lightning_eff.kernels.tile_configs import TileConfig
 
 MIN_RATIO = 1.03
-"""Speed relative to the library that a config must exceed; a smaller gain is within the noise of 20 ms."""
+"""Ratio to the library's speed that a config must exceed; 20 ms are too short to measure a smaller gain."""
 TURNS, TURN_MS = 4, 5
 MAX_ROWS = 256
 """Largest number of rows that are compared. A few rows are enough, as a faulty tile affects all its rows."""
@@ -36,7 +36,7 @@ MAX_ROWS = 256
 def measure(
     operands: Operands, out: Tensor | None, writes: int, configs: Sequence[TileConfig]
 ) -> Choice | None:
-    """Return the fastest of the library and some configs; None if the expected result would hide a fault.
+    """Return the fastest of the library and some configs; None if the library's result would hide an error.
 
     Args:
         operands: Operands of the first call; they are not changed.
@@ -75,7 +75,8 @@ def measure(
     reset()
     expected = [_some_rows(result) for result in library()]
     if not all(bool(rows.isfinite().all() & rows.any()) for rows in expected):
-        return None  # a wrong config could also return 0, infinity or NaN, as float16's first gradients do
+        # A wrong config could also give 0, infinity or NaN, which float16's first gradients may contain.
+        return None
     runs: dict[str, Callable[[], object]] = {LIBRARY: library}
     for config in configs:
         reset()
@@ -108,8 +109,8 @@ def is_right(found: Tensor, expected: Tensor) -> bool:
     """Return whether two results differ by at most four rounding errors of a row's largest element.
 
     This limit accepts sums in another order, and rounding before an activation. The limit detects a missing
-    step of K. A missing step changes an element by the square root of the step's fraction of K: by 1/8 for
-    4,096 columns.
+    step of K. A missing step changes an element by the square root of the step's fraction of K, for example
+    by 1/8 if K is 4,096.
     """
     found, largest = found.float(), expected.float().abs().amax(1, keepdim=True)
     # At least 2**-10, because float32 may be multiplied as TF32.

@@ -121,7 +121,7 @@ def batch_of(a: Tensor, b: Tensor) -> tuple[int, ...]:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether TMA can copy a matrix: contiguous along one axis, and with rows aligned to 16 bytes.
+    """Return whether TMA can copy a matrix: contiguous along one axis, with rows aligned to 16 bytes.
 
     Example:
         >>> is_aligned(torch.zeros(4, 8)), is_aligned(torch.zeros(4, 8).T), is_aligned(torch.zeros(4, 9))

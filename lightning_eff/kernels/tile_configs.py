@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 TMA_BYTES = 16
-"""Alignment of the start of a row that the tensor memory accelerator requires."""
+"""Alignment in bytes that the tensor memory accelerator requires for the start of each row."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class TileConfig:
     def shared_bytes(self, shape: Shape) -> int:
         """Return the largest shared memory, in bytes, that `gemm_tma` uses.
 
-        Shared memory holds num_stages * (block_m + block_n) * block_k elements of operands, a finished tile
-        [block_m, block_n / subtiles] of D, and one more tile for C, gate and up, which are read one after the
-        other.
+        Shared memory holds num_stages * (block_m + block_n) * block_k elements of operands, and a finished
+        tile [block_m, block_n / subtiles] of D. One more tile is for C, gate and up, which are read one after
+        the other.
         """
         out_itemsize, c_itemsize = shape.out_itemsize, shape.c_itemsize
         if self.split_k > 1:  # float32 sums; the epilogue runs in reduce_split_k
@@ -106,7 +106,7 @@ class Shape:
         aligned: Whether every row that TMA copies starts at a multiple of 16 bytes.
         c_itemsize: Bytes per element of C; 0 if C is not read.
         epilogue_reads: Number of matrices [M, N] that the epilogue reads in addition to C (`gate` and `up`).
-            The elements of these matrices are at most as wide as the elements of the result.
+            An element of these matrices has at most as many bytes as an element of the result.
         epilogue_writes: Number of matrices that the epilogue writes in addition to the result (`pre` and
             `d2`).
         adds: Whether the result may be added in memory.

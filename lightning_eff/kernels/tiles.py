@@ -1,11 +1,11 @@
 """Predict the time of a GEMM with each tile config on a device, rank configs, and explain the best config.
 
 A GEMM of M x N x K is cut into tiles of BLOCK_M x BLOCK_N. An SM computes one tile at a time, so tiles run in
-waves, with one tile per SM. The cost model contains four losses. Wave quantization: in the last wave, some
-SMs have no tile. Tile quantization: tiles at the edge also compute elements beyond the result. Repeated
-reads: operands are read again if the L2 cache is too small. Alignment: the tensor memory accelerator (TMA)
-can copy only rows that start at a multiple of 16 bytes. Times are predictions. dispatch.py uses the ranking,
-and `explain_tiles` is for users.
+waves, with one tile per SM. The cost model contains four causes of lost time. Wave quantization: in the last
+wave, some SMs have no tile. Tile quantization: tiles at the edge also compute elements beyond the result.
+Repeated reads: operands are read again if the L2 cache is too small. Alignment: the tensor memory accelerator
+(TMA) can copy only rows that start at a multiple of 16 bytes. Times are predictions. dispatch.py uses the
+ranking, and `explain_tiles` is for users.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning_eff.kernels.tile_configs import CONFIGS, TMA_BYTES, Shape, TileCo
 KERNEL_LAUNCH_S = 5e-6
 """Seconds from the end of one kernel to the start of the next kernel."""
 MIN_WAVE_EFFICIENCY = 0.95
-"""Fraction of the SMs' time that a recommended size must use, which is 1 - wave quantization."""
+"""Smallest wave efficiency (1 - wave quantization) of a recommended size."""
 ALIGNED_SIZE = 64
 """Recommended N and K are multiples of 64, for full steps of K and more alignment than TMA requires."""
 MARGIN_BYTES = 2048
-"""Most shared memory that a kernel uses in addition to tiles: barriers, and the epilogue's scratch memory."""
+"""Largest shared memory of a kernel in addition to tiles, for barriers and the epilogue's scratch memory."""
 
 
 class Cost:
@@ -50,7 +50,7 @@ class Cost:
         memory_bytes: Bytes to and from memory, for D and the operands. Operands are read once per wave, or
             once in total if the L2 cache holds them.
         bound: The resource that takes longest: `computing`, `memory` or `the cache`.
-        seconds: Predicted time: the time of `bound` plus one kernel launch, or two launches with split K.
+        seconds: Predicted time, which is the time of `bound` plus one kernel launch, or two with split K.
         peak_fraction: Predicted fraction of the device's peak.
     """
 
@@ -75,9 +75,9 @@ class Cost:
         if config.split_k > 1:  # float32 partial sums are written and read
             result += 2 * 4 * elements * config.split_k
         operands = shape.batch * (shape.M + shape.N) * shape.K * itemsize
-        # The cache does not hold both operands: each wave reads the rows and columns of its band again.
+        # If the cache does not hold both operands, each wave reads the rows and columns of its band again.
         if operands > device.l2_bytes / 2:
-            # A wave is a band of 8 rows of tiles (GROUP_M), as wide as the SMs allow.
+            # A wave is a band of 8 rows of tiles (GROUP_M); the number of SMs limits its columns.
             wave_rows = min(8, rows)
             wave_columns = min(columns, max(1, device.num_sms // wave_rows))
             wave_elements = (wave_rows * block_m + wave_columns * block_n) * self.depth

@@ -38,8 +38,8 @@ class ExactGradient:
     Args:
         model: The trained model, as wrapped by Fabric or DDP.
         fabric: Fabric object that runs the backward passes and scales float16 losses; None in plain PyTorch.
-        micro_batch_size: Samples of a micro-batch. `auto` halves the size when memory runs out; with None,
-            batches are not split.
+        micro_batch_size: Samples of a micro-batch. `auto` halves the size when memory runs out; None does not
+            split batches.
         splitter: Function that replaces the built-in splitting rules: `splitter(batch, micro_batch_size)`.
         keep: Names or paths of values that are passed unsplit to every micro-batch, as in `MicroBatch`.
 
@@ -74,7 +74,7 @@ class ExactGradient:
         replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._wrapped: nn.Module = replicas[0] if replicas else model
         original: Any = model
-        # A snapshot keeps the attributes of the user's module, which Fabric and DDP have wrapped.
+        # A snapshot copies the attributes of the user's module, which Fabric and DDP have wrapped.
         while is_wrapped(original) or isinstance(original, DistributedDataParallel):
             original = original.module
         self.size = MicroBatchSize(
@@ -164,7 +164,7 @@ class ExactGradient:
                 loss, weight=weight, num_samples=part.num_samples, batch_samples=batch_samples
             )
             self._run_backward(scaled)
-        # Return a copy: a detached view would keep the storage of a larger tensor alive.
+        # Return a copy, because a detached view would keep the storage of a larger tensor alive.
         return loss.detach().clone(), weight
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:

@@ -3,15 +3,16 @@
 Each step gets the gradient of one large batch. The large batch consists of all batches of a window, on all
 ranks. GradientAccumulation or the Trainer's own `accumulate_grad_batches` sets the length of a window, and
 MicroBatch may split each batch. window.py computes the scale factors, micro_batch_runner.py runs
-micro-batches, and this module has the methods that Lightning calls. `training_step` may return a weight with
-the mean loss: `{"loss": loss, "loss_weight": num_tokens}`. If the step returns no weights, all samples weigh
-the same.
+micro-batches, and this module has the methods that Lightning calls. `training_step` may return a weight
+together with the mean loss: `{"loss": loss, "loss_weight": num_tokens}`. If the step returns no weights, all
+samples have the same weight.
 
 `GradientAccumulation(global_batch_size=...)` sets the Trainer's `accumulate_grad_batches`. At the start of a
 window, `ExactStep.run` passes `accumulate_grad_batches` to `Window.begin`. If the end of an epoch cuts a
-window short, the gradient is divided by the actual number of batches. The optimizer also steps if the last
-batch of an epoch is not trained on, because the loader returned None or `on_train_batch_start` returned -1.
-If a loss scaler or SkipBadSteps skips a step, neither the schedule nor `global_step` advances.
+window short, the gradient is divided by the actual number of batches. The last batch of an epoch is not
+trained on if the loader returns None or `on_train_batch_start` returns -1. The optimizer then steps with the
+earlier batches of the window. If a loss scaler or SkipBadSteps skips a step, neither the schedule nor
+`global_step` advances.
 
 Why a subclass: Lightning divides the loss by the nominal length of a window before each backward pass. The
 weights and the actual length of a window are known only after its last backward pass. Lightning has no hook
@@ -100,11 +101,11 @@ class ExactStep(_AutomaticOptimization):
         self.around_training_step: Callable[[], AbstractContextManager[None]] = nullcontext
         """Function, set by Contrastive, that returns a context for each `training_step`."""
         self.weigh: Callable[[Any, int | None], Any] | None = None
-        """Adds a weight to the output of `training_step`, given the number of samples (0 in a loss check)."""
+        """Function that adds a weight to the step's output, given the number of samples (0 in a check)."""
         self.weighs_by = ""
         """Name of the items that `weigh` counts, for the report."""
         self.counts_by = "samples count equally"
-        """Text for the report about the weights of a step's backward passes."""
+        """Text for the report that states how the backward passes of a step are weighted."""
         self.mean_check: str | None = None
         """Reason why the loss check was inconclusive; empty if the loss is a mean; None before the check."""
         self._num_flat_checks = 0
@@ -117,7 +118,7 @@ class ExactStep(_AutomaticOptimization):
         self._window = Window(
             lambda: (value for group in trainer.optimizers[0].param_groups for value in group["params"]),
             num_ranks=trainer.world_size,
-            # This sum is a collective. With weights, it runs once per window, and twice in the first window.
+            # This sum is a collective. With weights, the sum runs once per window, and twice in the first.
             sum_over_ranks=lambda value: self._reduce(value, "sum"),
             scale_gradients=strategy.scale_gradients if isinstance(strategy, ScalesGradients) else None,
         )
@@ -164,7 +165,7 @@ class ExactStep(_AutomaticOptimization):
         is_whole, trainer = self._skip_backward, self.trainer
         length = trainer.num_training_batches if is_whole else trainer.accumulate_grad_batches
         self._num_batches = int(length)
-        # Read the loss scaler here: a precision plugin may create it as late as the start of a fit.
+        # Read the loss scaler here, because a precision plugin may create it as late as the start of a fit.
         self._scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
         self._position = 0
         self._window.begin(self._num_batches)
@@ -206,7 +207,7 @@ class ExactStep(_AutomaticOptimization):
         self._optimizer_step(batch_idx, lambda: None)
 
     def _reject_shards(self, what: str) -> None:
-        """Reject an incomplete window of a sharded model: its gradients would need another backward pass."""
+        """Reject an incomplete window of a sharded model, which would need another backward pass."""
         strategy = self.trainer.strategy
         if isinstance(strategy, SingleDeviceStrategy) or isinstance(strategy.model, DistributedDataParallel):
             return
@@ -232,7 +233,7 @@ class ExactStep(_AutomaticOptimization):
         if runner is None:
             return super()._make_closure(kwargs, optimizer, batch_idx)
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
-        # Bind `is_idle` now: a retry may run this batch again when `is_idle` has changed.
+        # Bind `is_idle` now, because a retry may run this batch again when `is_idle` has changed.
         forward = partial(self._forward, is_idle=self.uneven.is_idle)
         functions = StepFunctions(
             forward, zero_grad, backward, self._check_mean, self._position - 1, self._is_complete
@@ -345,7 +346,7 @@ class ExactStep(_AutomaticOptimization):
             )
 
     def _check_mean(self, arguments: Arguments, *, is_on_all_ranks: bool = False) -> None:
-        """Check that the loss is a mean over samples; do nothing if an earlier call has a result."""
+        """Check that the loss is a mean over samples; do nothing if an earlier check is complete."""
         if self.mean_check is not None:
             return
         size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
@@ -386,7 +387,7 @@ class ExactStep(_AutomaticOptimization):
             )
 
     def _compare_losses(self, arguments: Arguments, size: MicroBatchSize, max_samples: int) -> MeanCheck:
-        """Check the loss in the weights' precision; if inconclusive, check in the run's precision."""
+        """Check the loss in the weights' precision; if that is inconclusive, in the run's precision."""
         trainer, weigh, batch = self.trainer, self.weigh, arguments.get("batch")
         module, device = trainer.lightning_module, trainer.strategy.root_device
 
@@ -417,7 +418,7 @@ class ExactStep(_AutomaticOptimization):
 
         def closure() -> Any:
             if next(evaluations) and self._position > 1:
-                save_nothing_on_exception(self.trainer)  # the optimizer has set the weights for a trial
+                save_nothing_on_exception(self.trainer)  # the optimizer has changed the weights to try a step
                 raise ConfigError(
                     key="optimizer",
                     value=type(self.trainer.optimizers[0]).__name__,

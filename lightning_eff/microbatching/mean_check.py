@@ -73,7 +73,7 @@ def check_mean(
 
     Args:
         batch: The batch that `training_step` gets.
-        run: Runs `training_step` on a part of the batch.
+        run: Function that runs `training_step` on a part of the batch.
         module: The LightningModule whose `training_step` runs.
         size: Rules for splitting the batch.
         max_samples: Largest number of samples to run.
@@ -81,7 +81,7 @@ def check_mean(
         is_low: Whether matrix products run in 16 or 8 bits.
     """
     found, parameters = MeanCheck(), list(module.parameters())
-    if is_fake(parameters[0]):  # in a memory prediction, tensors have no values
+    if is_fake(parameters[0]):  # while memory is predicted, tensors have no values
         return found
     try:
         norms: Any = (child for child in module.modules() if isinstance(child, batch_norm_class()))
@@ -91,10 +91,10 @@ def check_mean(
             _stop("the batch has a single sample, or its samples cannot be counted")
         # A few samples suffice: the test for a mean does not depend on the number of samples.
         few = size.split(batch, min(MAX_SAMPLES, max_samples))[0]
-        # Use two sizes of parts: a loss over the hardest half of the samples may pass with one size.
+        # Use two sizes of parts, because a loss over the hardest half of the samples may pass with one size.
         pair, half = 1 if few.num_samples in (2, 3) else 2, (few.num_samples or 2) // 2
         partitions = [size.split(few.batch, each) for each in sorted({pair, half})]
-        # Eagerly, since new shapes would be compiled; `real_tensors` hides the passes from counters.
+        # In eager mode, since new shapes would be compiled; `real_tensors` hides the passes from counters.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), real_tensors():
             run_part = _Untraced(run, module, device, found.moved)
             full, again = run_part(few), run_part(few)  # twice, to detect a loss that is not deterministic
@@ -227,7 +227,7 @@ class _Untraced:
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():
-                # Compare values too: a change through `parameter.data` does not increase the version.
+                # Compare values too, because a change through `parameter.data` does not increase the version.
                 if name in changed or not torch.equal(data, values):
                     changed.add(name)
                     parameters[name].data = data.copy_(values)

@@ -6,10 +6,10 @@ optimizer. This module also merges the outputs and logged values of the micro-ba
 - Outputs of `training_step` other than the loss are concatenated or averaged.
 - Values logged over an epoch: Lightning weights each value by the number of samples in the current batch.
   While a micro-batch runs, it is therefore set as Lightning's current batch.
-- Values logged by step: Lightning would keep the last micro-batch's value. This module replaces that value by
-  the mean, sum, minimum or maximum over the micro-batches, according to `reduce_fx`. A mean is weighted if
+- Values logged per step: Lightning would keep the last micro-batch's value. This module replaces that value
+  by the mean, sum, minimum or maximum over the micro-batches, according to `reduce_fx`. A mean is weighted if
   `training_step` returns weights.
-- Torchmetrics metrics logged by step are also replaced by the mean of the micro-batches' values. For
+- Torchmetrics metrics logged per step are also replaced by the mean of the micro-batches' values. For
   accuracy, this mean equals the full batch's value; for an F1 score it does not. Over an epoch, every metric
   is computed from all samples.
 
@@ -64,7 +64,7 @@ class StepFunctions:
 class LoggedValue:
     """The values logged so far under one key of `self.log`."""
 
-    by_step: Any  # the last value logged by step
+    by_step: Any  # the last value logged per step
     total: Any  # sum over the epoch of value * samples; None for a metric
     num_samples: Any  # number of samples in `total`
 

@@ -7,8 +7,8 @@ batches are computed again too, but their values are logged once.
 
 For each size, the search runs the parts of a step that need the most memory, and undoes their changes. A
 trial runs two or three micro-batches, the optimizer's update, and one more micro-batch. The second
-micro-batch adds to existing gradients. The update may allocate the optimizer's state, so the last micro-batch
-has less memory.
+micro-batch adds to existing gradients. The update may allocate the optimizer's state, so less memory is left
+for the last micro-batch.
 
 Under DDP, a rank that runs out of memory in a backward pass leaves the other ranks waiting, and DDP's reducer
 in an undefined state. With `auto`, every micro-batch therefore runs without collectives, and the other ranks
@@ -69,7 +69,7 @@ PartOutputs = list[tuple[MicroBatchPart, Any]]
 class Halving:
     """An out-of-memory error, and the micro-batch size that was tried next."""
 
-    before: int  # micro-batch size in samples that did not fit
+    before: int  # micro-batch size that did not fit, in samples
     after: int  # micro-batch size that was tried next
     reason: str  # first line of the allocator's message
 
@@ -87,7 +87,7 @@ class MicroBatchSize:
     tried: dict[int, bool] = field(default_factory=dict[int, bool])  # last search: size -> whether it fits
     num_split: int = 0  # batches that were split
     largest: int = 0  # samples of the largest batch so far
-    max_parts: int | None = None  # for predictions: run this many micro-batches of a batch, skip the middle
+    max_parts: int | None = None  # most micro-batches per batch while memory is predicted; skips the middle
 
     def num_samples(self, batch: Any) -> int | None:
         """Count the samples of a batch by the current rules; return None if counting is not possible."""
@@ -96,7 +96,7 @@ class MicroBatchSize:
         return len(splitting.split(batch, 1, self.splitter))
 
     def split(self, batch: Any, size: int | None) -> list[MicroBatchPart]:
-        """Split a batch into micro-batches of `size` samples; with None, return it as one micro-batch."""
+        """Split a batch into micro-batches of `size` samples; if `size` is None, do not split it."""
         parts = splitting.split(batch, size, self.splitter, self.keep)
         self.largest = max(self.largest, sum(part.num_samples or 0 for part in parts))
         if self.max_parts is None or len(parts) <= self.max_parts:
@@ -223,7 +223,7 @@ class OomRetry:
         If a later batch of the step does not fit, this batch is run again, and the returned list is updated.
         """
         size = self._size
-        # An optimizer that evaluates its closure again also runs this batch again.
+        # If an optimizer evaluates its closure again, this batch runs again.
         del self._earlier[position:]
         current = _Batch(batch, run_part, _versions(batch) if size.is_auto else [])
         # A batch that runs after `finish` belongs to another evaluation of the optimizer's closure. The
@@ -259,7 +259,7 @@ class OomRetry:
                 if not is_out_of_memory(error):
                     raise
                 self._size.halve(self._size.num_samples(current.batch), error)
-            # Free memory after the handler: inside the handler, the error keeps the failed pass's tensors.
+            # Free memory after the handler, inside which the error keeps the failed pass's tensors alive.
             self._undo(current)
             free_memory(self._device)
             is_retry = True
@@ -289,7 +289,7 @@ class OomRetry:
             )
 
     def finish(self) -> None:
-        """Average gradients over the ranks, make the ranks' sizes equal, and free the batches."""
+        """Average gradients over the ranks, make the ranks' micro-batch sizes equal, and free the batches."""
         self._earlier = []
         self._is_finished = True
         if self.replica is not None:
@@ -307,7 +307,7 @@ class OomRetry:
         return atomic_update(optimizer, self._device, is_first=self._num_updates == 1)
 
     def find(self, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer) -> None:
-        """Find and set the largest size that fits, up to the number of samples in the ranks' smallest batch.
+        """Find and set the largest size that fits; the smallest batch of any rank limits the size.
 
         All ranks try the same sizes at the same time. A size is accepted if it fits on every rank.
 
@@ -361,7 +361,7 @@ class OomRetry:
 
     @contextmanager
     def _without_trace(self, optimizer: Optimizer) -> Generator[None]:
-        """Undo all changes on exit, and hide the trial from operation counters and step hooks."""
+        """Hide a trial from operation counters and step hooks, and undo its changes when the context ends."""
         parameters = list(self._model.parameters())
         current = [parameter.grad for parameter in parameters]
         # Copy to host memory, so that a trial has as much device memory as a real step.
@@ -397,7 +397,7 @@ def _versions(batch: Any) -> list[int]:
 
 def take_buffers(model: DistributedDataParallel) -> None:
     """Broadcast rank 0's buffers, as DDP does in a forward pass; all ranks must call this function."""
-    # Broadcast in evaluation mode too: Lightning's first validation leaves DDP's wrapper in this mode.
+    # Broadcast in evaluation mode too, since Lightning's first validation leaves DDP's wrapper in it.
     for buffer in model.module.buffers() if model.broadcast_buffers else ():
         dist.broadcast(buffer, 0, group=model.process_group)
 
@@ -425,7 +425,7 @@ def average_gradients(model: DistributedDataParallel, *, also: float = 0.0) -> f
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     num_ranks = dist.get_world_size(model.process_group)
     has_gradient = [float(parameter.grad is not None) for parameter in parameters]
-    # One vector, so that one all-reduce sums `also` and counts the ranks with a gradient of each parameter.
+    # One vector, so that one all-reduce sums `also` and counts, per parameter, the ranks with a gradient.
     counts = torch.tensor([also, *has_gradient], dtype=torch.float64).to(next(model.parameters()).device)
     dist.all_reduce(counts, group=model.process_group)
     total, *counts_by_parameter = counts.tolist()

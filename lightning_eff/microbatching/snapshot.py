@@ -1,6 +1,6 @@
 """Undo a training step, or an optimizer's update, so that a second attempt runs as if it were the first.
 
-`StepSnapshot` keeps:
+`StepSnapshot` copies:
 
 - random states: torch on the CPU and on the device, Python, NumPy, and generators that modules hold;
 - buffers, the states of torchmetrics, and the values that Lightning has logged;
@@ -225,7 +225,7 @@ def _step_atomically(
 ) -> Any:
     """Step, and retry once if memory runs out in the update.
 
-    The snapshot is taken after the closure has run: an error inside the closure is not retried here.
+    The snapshot is taken after the closure has run, so an error inside the closure is not retried here.
     """
     closure: Any = keywords.get("closure", args[0] if args else None)
     snapshot: OptimizerSnapshot | None = None
@@ -257,6 +257,6 @@ def _step_atomically(
             if is_retry:
                 error.add_note("the optimizer's update does not fit; micro_batch_size does not change that")
                 raise
-        # Free memory outside the handler: inside the handler, the error keeps the failed update's tensors.
+        # Free memory after the handler, inside which the error keeps the failed update's tensors alive.
         free_memory(device)
         is_retry = True

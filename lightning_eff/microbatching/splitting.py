@@ -1,14 +1,14 @@
 """Split a batch into micro-batches along its samples.
 
 A batch may consist of nested containers: the containers of torch's pytree (dicts, lists, tuples, named
-tuples), other mappings (a tokenizer's encodings) and dataclasses. The values in the containers are split by
-type:
+tuples), other mappings (a tokenizer's encodings) and dataclasses. How a value in the containers is split
+depends on its type:
 
 - Tensors and arrays are split along their first dimension, and lists of texts or numbers by item. All these
   values must have the same number of samples.
 - Numbers, texts, 0-d tensors and the values named in `keep` (class weights, positions, a graph) are passed to
   every micro-batch unsplit.
-- Values of other types are rejected without a `splitter`, since any split would be a guess.
+- If there is no `splitter`, values of other types are rejected, since any split would be a guess.
 
 Slices of tensors are views of the batch; each micro-batch has new containers.
 """
@@ -32,7 +32,7 @@ from lightning_eff.core.errors import ConfigError, list_remedy
 Splitter = Callable[[Any, int], Sequence[Any]]
 """Function that splits a batch into micro-batches: `splitter(batch, micro_batch_size)`."""
 PLAIN = (str, bytes, int, float, complex, type(None), torch.Size)
-"""Types without tensors. A value of these types belongs to all samples; an item of a list, to one sample."""
+"""Types without tensors. A single value applies to all samples; a list has one value per sample."""
 MAX_INSPECTED = 256
 """Maximum number of items of a list that are inspected for tensors; a list may have a million items."""
 Values = list[tuple[KeyPath, Any]]
@@ -123,7 +123,7 @@ def split(
     *,
     owner: tuple[str, str] = ("callbacks.micro_batch", "MicroBatch"),
 ) -> list[MicroBatchPart]:
-    """Split a batch into micro-batches of one size; the last micro-batch has the remainder.
+    """Split a batch into micro-batches of one size; the last micro-batch has the remaining samples.
 
     Args:
         batch: Tensors in containers; samples lie along the first dimension.
@@ -131,7 +131,8 @@ def split(
         splitter: Function that replaces the built-in rules.
         keep: Values that are passed to every micro-batch unsplit: names at any depth, or paths from the root
             of the batch. A path joins names and positions with dots (`1`, `targets.weights`).
-        owner: Override prefix and class name of the technique with these settings, for error messages.
+        owner: For error messages, the override prefix and the class name of the technique that has these
+            settings.
 
     Raises:
         ConfigError: The batch is ambiguous or lacks a name in `keep`, or the splitter returned nothing.
@@ -153,8 +154,8 @@ def split(
         # `is_cut` holds the paths of the values with one row per sample.
         total, is_cut = _count(values, keep)
         if micro_batch_size is None or micro_batch_size >= total:
-            # Return new containers even for a full batch: `training_step` may change its containers, and a
-            # retry needs the original batch.
+            # Return new containers even for a full batch, because `training_step` may change its containers,
+            # and a retry needs the original batch.
             return [MicroBatchPart(build(value for _, value in values), total)]
         firsts = range(0, total, micro_batch_size)
         bounds = [(first, min(total, first + micro_batch_size)) for first in firsts]
@@ -174,7 +175,7 @@ def mean(values: Sequence[Any], weights: Sequence[float | None]) -> Any:
     if len(values) == 1 or not any(known):
         return values[0]
     total = sum(known)
-    # Leave out values of weight 0: a mean over no samples is NaN, and NaN * 0 is NaN.
+    # Leave out values of weight 0, because a mean over no samples is NaN, and NaN * 0 is NaN.
     return sum(value * (weight / total) for value, weight in zip(values, known, strict=True) if weight)
 
 
@@ -239,7 +240,7 @@ def _is_value(node: Any) -> bool:
 
 
 def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
-    """Return whether a list on the path holds one sample per item, without a batch dimension.
+    """Return whether the path contains a list of single samples, which have no batch dimension.
 
     The first item of such a list is a dict (one image's targets), or has a number or text alongside tensors
     (an image and its label). In the outermost list, however, dicts may be the batches of several loaders.
@@ -253,7 +254,7 @@ def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
 
 
 def _is_kept(name: str, path: str) -> bool:
-    """Return whether a path begins with `name` or contains it; a position counts only at the beginning."""
+    """Return whether a path begins with `name` or contains it; a position matches only at the beginning."""
     return f"{path}.".startswith(f"{name}.") or (not name.isdigit() and name in path.split("."))
 
 

@@ -1,7 +1,7 @@
 """Train on ranks whose loaders return different numbers of batches: streams, WebDataset, uneven shards.
 
-If loaders may differ in length, an all-reduce of two numbers before each batch compares the data that ranks
-have left. A rank that has no batch left computes its last batch again, with weight 0. When no rank has a
+If loaders may differ in length, an all-reduce of two numbers before each batch detects whether any rank has
+data left. A rank that has no batch left computes its last batch again, with weight 0. When no rank has a
 batch left, the epoch ends on all ranks. All ranks therefore run the same collectives under any strategy, and
 count the same steps. Repeated batches do not change the gradient.
 
@@ -139,7 +139,7 @@ class UnevenRanks:
         state = IS_OVER if batch is None else HAS_LAST if self._fetcher.done else HAS_MORE
         if batch is not None and batch[0] is not None:  # a loader may return None, which Lightning skips
             self._last = batch
-        # States are ordered: the minimum is the rank with most data left, the maximum the rank with least.
+        # The smallest state means the most data left, and the largest state the least.
         (first,), (last,) = self._agree(state)
         if first == IS_OVER:
             raise StopIteration
@@ -158,7 +158,7 @@ class UnevenRanks:
         return self._last if self.is_idle else batch
 
     def _first_batch(self) -> Any:
-        """Return the first batch, for a run that has resumed at the end of its loader; None without data."""
+        """Return the first batch, for a run that resumed at the end of its loader; None if it has no data."""
         fit_loop: Any = self._trainer.fit_loop
         loaders = fit_loop._combined_loader.iterables  # noqa: SLF001
         # Iterate over the loaders inside our wrappers, because the wrappers would count the batch.
@@ -179,13 +179,12 @@ class UnevenRanks:
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         model = self._trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            # Broadcast once: DDP broadcasts in each forward pass, but ranks may have different numbers of
-            # passes.
+            # Broadcast once, not in each forward pass, because ranks may run different numbers of passes.
             take_buffers(model)
         type(validation).on_run_start(validation)
 
     def _evaluate(self, *args: Any) -> None:
-        """Evaluate a batch without communication: other ranks may have no batch left."""
+        """Evaluate a batch without communication, because other ranks may have no batch left."""
         validation: Any = self._trainer.fit_loop.epoch_loop.val_loop
         model = self._trainer.strategy.model
         is_ddp = isinstance(model, DistributedDataParallel)
@@ -211,7 +210,7 @@ def _unwrapped(loader: Any) -> Any:
 
 
 def has_known_length(loader: Any) -> bool:
-    """Return whether a loader's length is reliable: map-style data with samplers of torch or Lightning."""
+    """Return whether a loader's length is reliable: map-style data, and samplers of torch or Lightning."""
     samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     # `__class__`, not `type()`: our wrapper of a sampler has the inner sampler's class as its `__class__`.
     origins = {each.__class__.__module__.split(".")[0] for each in samplers if each is not None}

@@ -15,9 +15,9 @@ the last backward pass, so the gradient is scaled in two steps:
 window's mean weight per rank, and is the same on all ranks. Dividing by `reference` keeps float16 gradients
 from overflowing, and division by a power of two does not round.
 
-If ranks may have different numbers of batches, a micro-batch's weight is its number of samples. Otherwise,
-without weights from `training_step`, each sample weighs 1, all ranks count the same, and no communication is
-needed:
+If ranks may have different numbers of batches, a micro-batch's weight is its number of samples. Otherwise, if
+`training_step` returns no weights, all samples have weight 1, all ranks have the same weight, and no
+communication is needed:
 
     loss_i   * c_i / num_batches                   c_i: samples of i / samples of the window's first batch
     gradient * num_batches / sum_i(c_i)            1, unless a window is cut short or batches differ in size
@@ -93,7 +93,7 @@ class Window:
         self._weight: float | None = None  # sum of the weights so far; None without weights
 
     def state(self) -> WindowState:
-        """Return the counters, for `restore` before a batch is computed again."""
+        """Return the counters, which `restore` needs before a batch is computed again."""
         return self._first_batch_samples, self._num_counted, self._weight
 
     def restore(self, state: WindowState) -> None:
@@ -148,16 +148,16 @@ class Window:
         if not self.reference:
             # The expected weight of the full window, if all batches had the weight of this batch.
             expected = weight / fraction * self._num_batches
-            # The sum is a collective: all ranks call it in their first micro-batch, even with weight 0. Later
-            # calls would not match, since ranks may have different numbers of micro-batches.
+            # The sum is a collective, so all ranks call it in their first micro-batch, even with weight 0.
+            # Later calls would not match, since ranks may have different numbers of micro-batches.
             self.reference = _power_of_two(self._sum_over_ranks(expected) / self._num_ranks) or 1.0
         return loss * (weight / self.reference) if weight else self.zero_loss(loss)
 
     def correct(self) -> None:
-        """Multiply the gradients by the factor that makes them exact; must be called before clipping."""
+        """Before clipping, multiply the gradients by the factor that makes them exact."""
         if self._weight is None:
             # num_batches * n_first / sum_i(n_i). The factor is 1 unless the window is cut short or batches
-            # differ in size. DDP's average over the ranks is kept, so every rank counts the same.
+            # differ in size. DDP's average over the ranks is kept, so every rank has the same weight.
             factor = self._num_batches / self._num_counted if self._num_counted else 1.0
         else:
             # num_ranks * reference / sum_i(w_i). The sum over the ranks is a collective, once per window.

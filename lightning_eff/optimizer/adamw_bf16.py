@@ -7,16 +7,16 @@ stochastically. The probability of rounding up equals the fraction that would be
 correct on average. Float32 weights are updated in float32.
 
 The random bits of a tensor depend only on `seed`, the step, and the position of the tensor among the
-parameters. So a resumed run continues bit for bit, all ranks of DDP stay equal, and the global random state
-is not touched.
+parameters. So a resumed run continues bit for bit, the weights stay identical on all ranks of DDP, and the
+global random state is not changed.
 
 Why not a second bfloat16 tensor for the cut-off bits (Kahan summation): that tensor needs 2 more bytes per
 parameter.
 
 Saves: half of AdamW's state; in bfloat16 weights, the small updates that rounding to nearest would lose.
 Costs: about 30 small kernels per tensor, and 16 random bits for each rounded value; 4 bytes of state per
-    parameter, and temporaries for at most 2**20 values. Each step adds noise of up to one last bit to a
-    bfloat16 weight.
+    parameter, and temporaries for at most 2**20 values. Each step adds noise of up to one unit in the last
+    place to a bfloat16 weight.
 When not: float32 state fits in memory, and weights are float32.
 Conflicts: parameters that are neither float32 nor bfloat16, and sparse gradients, are rejected.
 Source: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192; AdamW as torch.optim.AdamW computes it
@@ -45,11 +45,11 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of weights."""
 CHUNK = 1 << 20
-"""Most values that are updated at once, to bound the temporaries; a single row may have more values."""
+"""Largest number of values that are updated at once, to limit temporaries; a single row may have more."""
 NOT_COMPUTED = ("maximize", "amsgrad")
-"""Options of torch's AdamW that are not supported; a state that has them set is rejected."""
+"""Options of torch's AdamW that are not supported; a loaded state that enables an option is rejected."""
 NUM_TEMPORARIES = 5
-"""Number of float32 temporaries that a step holds for each value of a chunk."""
+"""Number of float32 temporaries that a step needs for each value of a chunk."""
 LARGEST = torch.finfo(torch.bfloat16).max
 LOW_BITS = 16
 """Number of bits by which a float32 is longer than a bfloat16."""
@@ -196,7 +196,7 @@ class AdamWBf16(Optimizer):
         self.restore_state_dtype()
 
     def restore_state_dtype(self) -> None:
-        """Restore bfloat16 averages: `Optimizer.load_state_dict` casts state to the weights' dtype."""
+        """Cast averages back to bfloat16; `Optimizer.load_state_dict` casts state to the weights' dtype."""
         for state in self.state.values():
             for name in [name for name in AVERAGES if name in state]:
                 state[name] = state[name].to(torch.bfloat16)
@@ -258,7 +258,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_of(parameter: Tensor) -> list[int]:
-    """Return this rank's shard coordinates: shards get different random bits, replicas equal ones."""
+    """Return this rank's shard coordinates, by which random bits differ; replicas have equal coordinates."""
     if not isinstance(parameter, DTensor):
         return []
     coordinate = parameter.device_mesh.get_coordinate() or ()

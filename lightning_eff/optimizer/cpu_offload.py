@@ -7,8 +7,8 @@ and gradients. Schedulers, clipping, accumulation and checkpoints see one optimi
 host when a checkpoint is loaded, and a checkpoint has the layout of the inner optimizer.
 
 Saves: the optimizer's state on the device, 8 bytes per parameter with AdamW.
-Costs: three copies of the parameters' size over the bus per step, and a step at the CPU's speed; pinned host
-    memory for parameters, gradients and state.
+Costs: per step, three transfers of the parameters' size over the bus, and a step at the CPU's speed; pinned
+    host memory for parameters, gradients and state.
 When not: the state fits in device memory. With a slow CPU and a small batch, training waits for the CPU's
     step.
 Conflicts: a model on the CPU gets a warning, because its optimizer state is on the host already. Sharding
@@ -136,7 +136,7 @@ class CpuOffload(PerParameter):
         other code may change the parameter through `.data`, which leaves no trace.
         """
         copy, gradient = self.copies[parameter], parameter.grad
-        # A sparse gradient has another number of rows in each step, so its memory is not reused.
+        # A sparse gradient has a different number of rows in each step, so its memory is not reused.
         if gradient is None or gradient.layout != torch.strided:
             copy.copy_(parameter.detach())
             copy.grad = None if gradient is None else gradient.to(HOST)

@@ -1,14 +1,14 @@
 """Step each parameter in the backward pass, as soon as its gradient is ready, and free the gradient.
 
-So only one layer's gradients exist at a time. Schedulers and checkpoints see one optimizer, in which each
-parameter has a separate inner optimizer. A checkpoint has the layout of the inner optimizer over the same
-groups. So this class can load a checkpoint of the inner class, and the inner class can load a checkpoint of
-this class.
+Only one layer's gradients exist at a time. Schedulers and checkpoints see one optimizer, in which each
+parameter has a separate inner optimizer. A checkpoint has the same layout as a checkpoint of the inner
+optimizer with the same groups. So this class can load a checkpoint of the inner class, and the inner class
+can load a checkpoint of this class.
 
 Saves: memory for gradients, because only one layer's gradients exist at a time.
 Costs: one optimizer call per parameter and step. Gradients cannot be clipped by their total norm;
-    `max_parameter_norm` clips each gradient by its own norm. Hooks that read gradients before the step find
-    no gradients.
+    `max_parameter_norm` clips each gradient by its own norm. A hook that runs before the optimizer's step
+    finds no gradients.
 When not: gradients are accumulated, clipped by their total norm, or scaled.
 Conflicts: gradient accumulation, micro-batches, the Trainer's clipping, a gradient scaler, several devices
     and manual optimization are rejected, because they need the gradients after the backward pass.
@@ -63,8 +63,8 @@ REASONS: dict[str, tuple[str, *tuple[Remedy, ...]]] = {
         ),
     ),
 }
-"""For each conflict that needs the gradients after the backward pass, the reason, and a remedy if
-possible."""
+"""For each setting or technique that needs the gradients after the backward pass, the reason for the
+conflict, and a remedy if possible."""
 
 
 class InBackward(PerParameter):
@@ -74,9 +74,10 @@ class InBackward(PerParameter):
         params: Parameters or parameter groups.
         lr: Learning rate.
         weight_decay: Weight decay per step, as a fraction of `lr`; a group may have another value.
-        optimizer: Class that steps each parameter, from torch.optim or another class with state per
-            parameter. The class gets `lr` and `weight_decay` from the arguments above. None for fused AdamW.
-        max_parameter_norm: Largest norm of one parameter's gradient; larger gradients are scaled down. With
+        optimizer: Optimizer class that steps each parameter: a class from torch.optim, or any other class
+            that keeps its state per parameter. The class gets `lr` and `weight_decay` from the arguments
+            above. None for fused AdamW.
+        max_parameter_norm: Largest norm of one parameter's gradient; larger gradients are scaled down. If
             None, gradients are not clipped.
 
     Raises:
@@ -111,8 +112,8 @@ class InBackward(PerParameter):
         self._stepped: set[Tensor] = set()
         self._is_paused = False
         super().__init__(params, optimizer, lr=lr, weight_decay=weight_decay)
-        # Not __del__: Lightning 2.6's wrapper derives from this class, shares this stack, and is deleted
-        # before the optimizer.
+        # Not in __del__, because Lightning 2.6's wrapper derives from this class, shares this stack, and is
+        # deleted before the optimizer.
         weakref.finalize(self, self._hooks.close)
 
     def close(self) -> None:
@@ -135,11 +136,11 @@ class InBackward(PerParameter):
 
     @staticmethod
     def suggest(run: Observed) -> Suggestion | None:
-        """Suggest this optimizer instead of AdamW: each gradient is freed before most others exist."""
+        """Suggest this optimizer instead of AdamW, since it frees each gradient before most others exist."""
         gradients = {i: run.sizes[i] for i, each in enumerate(run.allocations) if each.category == GRADIENTS}
         if not run.has_adamw or not gradients:
             return None
-        # At the peak one gradient is left: assume the largest gradient.
+        # At the peak one gradient is left, which is assumed to be the largest gradient.
         largest = max(gradients.values())
         freed = [index for index, num_bytes in gradients.items() if num_bytes < largest]
         return Suggestion(
@@ -151,14 +152,14 @@ class InBackward(PerParameter):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        optimizer = weakref.ref(self)  # parameters outlive optimizers: hooks must not hold the optimizer
+        optimizer = weakref.ref(self)  # parameters outlive optimizers: hooks must not keep optimizers alive
 
         def step_if_alive(parameter: Tensor) -> None:
             alive = optimizer()
             if alive is not None:
                 alive.step_and_free(parameter)
 
-        # A parameter that is unfrozen later has no hook: `step` uses its gradient.
+        # A parameter that is unfrozen later has no hook, so `step` uses its gradient.
         for parameter in [p for p in self.param_groups[-1]["params"] if p.requires_grad]:
             self._hooks.callback(parameter.register_post_accumulate_grad_hook(step_if_alive).remove)
 
@@ -195,7 +196,7 @@ class InBackward(PerParameter):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, whose backward pass steps; then step parameters that still have gradients."""
+        """Run the closure, whose backward pass steps; then step the parameters that still have gradients."""
         if closure is not None:
             self._freed_bytes = 0  # counted per step
         with torch.enable_grad():

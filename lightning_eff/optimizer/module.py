@@ -1,6 +1,6 @@
 """Keep the module's own `configure_optimizers`: its optimizers, its schedulers, and manual stepping.
 
-`optimizer=module` trains a LightningModule as Lightning alone does. The module may have one optimizer and any
+`optimizer=module` trains a LightningModule as plain Lightning does. The module may have one optimizer and any
 schedule, or several optimizers that it steps itself (manual optimization), like a GAN. This callback replaces
 nothing. The callback reports the optimizers and schedules. Before the run, it rejects settings that Lightning
 does not apply to such a module. In manual optimization, `global_step` and `max_steps` count every call of an
@@ -47,7 +47,7 @@ class ModuleOptimizer(Managed):
     """
 
     try_as = ()
-    """Empty: there is nothing to try, because this is the module's own training."""
+    """Empty, because the module's own training is no change that could be tried."""
 
     def __init__(self) -> None:
         self._optimizers: Sequence[Any] = ()

@@ -5,7 +5,8 @@ rate. This update suits matrices between hidden layers. Embeddings, the output l
 convolutions go to AdamW, as Muon's authors recommend. Muon's update is scaled to the size of AdamW's update,
 so both use the same learning rate, decay and schedule.
 
-Saves: steps until a loss is reached, according to Muon's authors; half of AdamW's state for hidden matrices.
+Saves: optimizer steps to reach the same loss, according to Muon's authors; half of AdamW's state for hidden
+    matrices.
 Costs: five small matrix products per hidden matrix and step. In float32, state takes 4 bytes per parameter of
     a hidden matrix, and 8 bytes per other parameter.
 When not: models without hidden matrices, which are rejected; finetuning of weights that AdamW trained.
@@ -44,16 +45,16 @@ class Muon(WrapperOptimizer):
         momentum: Momentum of Muon.
         nesterov: Use Nesterov momentum in Muon.
         betas: Decay rates of AdamW's two running averages.
-        fused: Use AdamW's fused kernel, one for all tensors.
-        rest: Patterns of the names (`classifier.*`) of more parameters for AdamW; `configure_optimizers`
-            applies the patterns, because only there names are available.
+        fused: Use AdamW's fused kernel, which updates all tensors at once.
+        rest: Name patterns (`classifier.*`) of additional parameters that AdamW steps; `configure_optimizers`
+            applies the patterns, because names are available only there.
 
     Raises:
         ConfigError: The model has no hidden matrix.
 
     Warns:
-        LittleReachedWarning: More trained weights are in convolutions and other tensors of three or more axes
-            than in hidden matrices.
+        LittleReachedWarning: Tensors of three or more axes, such as convolutions, have more trained weights
+            than hidden matrices.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -149,7 +150,7 @@ class Muon(WrapperOptimizer):
 
 
 def _warn_if_little(hidden: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
-    """Warn if AdamW steps most of the layers' weights, as in a CNN: convolutions are not matrices.
+    """Warn if AdamW steps most weights of layers, as in a CNN, because convolutions are not matrices.
 
     Embeddings and output layers, which are matrices too, do not count: AdamW steps these layers on purpose.
     """

@@ -1,13 +1,13 @@
-"""A linear layer with float8 products and torchao's casts; an existing layer gets this class in place.
+"""A linear layer with float8 products and torchao's casts; `convert` changes existing layers in place.
 
     y [T, N] = x [T, K] @ W.T       dx = dy @ W       dW = dy.T @ x
 
 `precision/float8` converts layers with `convert`. The class differs from the layer of torchao 0.18 in four
-ways. For a frozen weight, no gradient is computed and no input is kept. For an input that needs no gradient,
-no gradient is computed and no weight is kept. Autocast follows the device of the input, not CUDA. An input
-may have no rows. An `nn.Linear` is converted by a change of its class, so the layer keeps its hooks and
-parameters, and all references to the layer stay valid. The class has torchao's name, because torchao's FSDP2
-functions look for that name.
+ways. For a frozen weight, no gradient is computed and no input is saved. For an input that needs no gradient,
+no gradient is computed and no weight is saved. Autocast follows the device of the input, which torchao
+assumes to be CUDA. An input may have zero rows. An `nn.Linear` is converted by a change of its class, so the
+layer keeps its hooks and parameters, and all references to the layer stay valid. The class has torchao's
+name, because torchao's FSDP2 functions look for that name.
 
 Source: learned from https://github.com/pytorch/ao, torchao/float8/float8_linear.py
 """
@@ -94,7 +94,7 @@ class Float8Product(torch.autograd.Function):
 
 
 def _cast(tensor: Tensor, cast: CastConfig, role: Any, axis: int, *, mm_config: Any, config: Any) -> Tensor:
-    """Return a matrix in float8, with one scale or scales along an axis; unchanged if the recipe says so."""
+    """Return a matrix in float8, with one scale or scales along an axis; the recipe may disable the cast."""
     is_high = cast.scaling_type is ScalingType.DISABLED
     if is_high or tensor_already_casted_to_fp8(tensor) or not tensor.numel():
         return tensor
@@ -140,7 +140,8 @@ def convert(layer: nn.Linear, config: Any) -> None:
 def unconvert(layer: nn.Linear) -> None:
     """Convert a layer back to `nn.Linear`; a second call does nothing.
 
-    A layer whose weight FSDP2 gathers in float8 is not converted back: only this class supports that weight.
+    If FSDP2 gathers the weight in float8, the layer is not converted back, because only `Float8Linear`
+    supports such a weight.
     """
     if type(layer) is not Float8Linear or _is_gathered(layer.weight):
         return

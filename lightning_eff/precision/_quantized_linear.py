@@ -8,8 +8,8 @@ bitsandbytes 0.50 in four ways:
   scales.
 - A forward pass never casts the bias in place.
 - A forward pass computes the same result in evaluation as in training. In evaluation, bitsandbytes repacks
-  4-bit weights on CPUs with AVX512-BF16, and then no gradient passes the layer. In evaluation, the 8-bit
-  layers of bitsandbytes also quantize their inputs.
+  4-bit weights on CPUs with AVX512-BF16, and then no gradient passes through the layer. In evaluation, the
+  8-bit layers of bitsandbytes also quantize their inputs.
 - Scales move with the weight to another device.
 
 On a CPU, bitsandbytes writes a 4-bit weight as one sequence of blocks, but reads the weight row by row, with
@@ -66,7 +66,8 @@ class Linear4bit(modules.Linear4bit):
         saved: Tensor | None = state_dict.get(key)
         own = self.weight
         if saved is not None and saved.is_floating_point():
-            # The checkpoint is from before quantization: quantize its values as at the start of the run.
+            # The checkpoint is from before quantization, so its values are quantized as at the start of the
+            # run.
             state_dict[key], own.quant_state = quantize_4bit(
                 saved.to(own.device, own.quant_state.dtype),
                 blocksize=own.blocksize,
@@ -171,13 +172,13 @@ def quantize(
         codes, scale, _ = int8_vectorwise_quant(before.to(torch.float16))
         weight = bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scale)
     own.__class__ = type(template)
-    # The template has the attributes that the constructor of bitsandbytes sets; existing attributes win.
+    # The template has the attributes that the constructor of bitsandbytes sets; existing attributes are kept.
     for name, value in vars(template).items():
         vars(layer).setdefault(name, value)
     own.weight, own.compute_dtype = weight, compute_dtype
     if quant_type in FOUR_BITS:
         own.quant_state = weight.quant_state
-        own.support_avx512bf16_for_cpu = False  # no gradient passes a repacked weight
+        own.support_avx512bf16_for_cpu = False  # no gradient passes through a repacked weight
     if own.bias is not None:
         own.bias.data = own.bias.data.to(compute_dtype)
         own.bias.requires_grad = False

@@ -1,15 +1,14 @@
 """Choose number formats: the dtype of the weights, and the dtype of matrix products.
 
-`bf16-mixed` and `16-mixed` keep float32 weights and cast inside matrix products (autocast). `bf16-true` keeps
-all tensors in bfloat16, except complex tensors. `32-true` casts nothing. `auto` chooses `bf16-mixed` if the
-device computes bfloat16 natively, otherwise `32-true`, and reports the reason. PyTorch runs bfloat16 on every
-CPU, but emulated bfloat16 is several times slower.
+`bf16-mixed` and `16-mixed` keep float32 weights and cast the operands of matrix products (autocast).
+`bf16-true` keeps all tensors in bfloat16, except complex tensors. `32-true` casts nothing. `auto` chooses
+`bf16-mixed` if the device computes bfloat16 natively, otherwise `32-true`, and reports the reason. PyTorch
+runs bfloat16 on every CPU, but emulated bfloat16 is several times slower.
 
 This plugin differs from Lightning's MixedPrecision in three ways. Autocast caches the cast copy of each
-weight for one training step, so the weight of a layer that is used four times is cast and saved once;
-evaluation caches no copies. The strategy determines the device; no device is guessed from an accelerator's
-name. Gradients are unscaled before clipping for every optimizer, so `fused` AdamW and clipping work in one
-run.
+weight for one training step, so if a layer is used four times, its weight is cast and saved once. Evaluation
+caches no copies. The strategy determines the device; no device is guessed from an accelerator's name.
+Gradients are unscaled before clipping for every optimizer, so `fused` AdamW can be combined with clipping.
 
 Saves: time, and memory for activations, through matrix products in 16 bits on devices that support them.
 Costs: bf16 has 8 bits of precision. fp16 overflows above 65504, so the loss is scaled, and a step whose
@@ -73,7 +72,7 @@ _backends: Any = torch.backends  # the stubs lack `fp32_precision` and its owner
 CUDA_MATMUL, CPU_MATMUL = _backends.cuda.matmul, _backends.mkldnn.matmul
 CUDNN = (_backends.cudnn.conv, _backends.cudnn.rnn)
 PARENTS = (_backends, _backends.cudnn)
-"""Switches that CUDA's switches inherit from: the global switch, then cudnn's, which is for all of CUDA."""
+"""Switches from which CUDA's switches inherit: the global one, then cudnn's, which covers all of CUDA."""
 
 
 @contextlib.contextmanager
@@ -162,7 +161,7 @@ class AutoPrecision(Precision):
         self.keep_casts = keep_casts
         self.scaler: torch.amp.GradScaler | None = None
         self._planned: Device | None = None
-        """The GPU of a prediction, which replaces the Trainer's device; None in a run."""
+        """The GPU for which memory is predicted, instead of the Trainer's device; None in a run."""
         self._steps_inside = False
         """Whether optimizers step within a training step, which makes earlier casts of weights stale."""
         self._reason = AS_REQUESTED
@@ -182,7 +181,7 @@ class AutoPrecision(Precision):
         return Facts(excludes=(rule,))
 
     def join_prediction(self, gpu: Device | None) -> bool:
-        """Choose the format for the GPU of a prediction, independent of this machine."""
+        """Choose the format for the GPU for which memory is predicted, independent of this machine."""
         self._planned = gpu
         if gpu is not None and self.precision == "auto":
             self.precision = "bf16-mixed" if gpu.capability >= AMPERE else "32-true"
@@ -209,7 +208,7 @@ class AutoPrecision(Precision):
         if self.tf32 and device_type != "cuda":
             text = f"tf32=True has no effect on {device_type}: TF32 is a format of NVIDIA GPUs"
             warnings.warn(text, NoEffectWarning, stacklevel=2)
-        # Only once, so that a second fit does not take the changed switches for the user's.
+        # Only once, so that a second fit does not mistake the changed switches for the user's settings.
         if self.tf32 is not None and device_type == "cuda" and self._restore_tf32 is None:
             self._restore_tf32 = set_tf32(enabled=self.tf32)
         self._bytes_before = sum(parameter.nbytes for parameter in module.parameters())
@@ -344,14 +343,15 @@ class AutoPrecision(Precision):
 def set_tf32(*, enabled: bool) -> Callable[[], None]:
     """Switch TF32 for float32 products, convolutions and RNNs on CUDA; return a function that undoes this.
 
-    Since 2.9 PyTorch has two sets of switches. Products follow the newer set: `fp32_precision` of an
-    operation, of a backend, and globally, where "none" inherits from the next level. The older set is
-    `allow_tf32` and `set_float32_matmul_precision`. Setting an older switch also sets the newer set, but
-    reading an older switch raises an error if the two sets differ.
+    Since 2.9 PyTorch has two sets of switches. Products follow the newer set, which has an `fp32_precision`
+    per operation, per backend and globally. The value "none" inherits from the next level. The older set is
+    `allow_tf32` and `set_float32_matmul_precision`. Writing an older switch also updates the newer switches,
+    but reading an older switch raises an error if the two disagree.
 
     This function sets the newer switches, and also the older switches that can be read. So code that reads an
-    older switch raises no error during the run (torch.compile's max-autotune, `torch.backends.cudnn.flags`
-    around a CTC loss). An older switch that raises an error because of the user's settings is left unchanged.
+    older switch during the run raises no error. Examples are torch.compile's max-autotune, and
+    `torch.backends.cudnn.flags` around a CTC loss. If an older switch cannot be read because of the user's
+    settings, it is left unchanged.
     """
     precision, undo = "tf32" if enabled else "ieee", ExitStack()
     if _is_tf32(CUDA_MATMUL) != enabled:

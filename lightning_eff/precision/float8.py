@@ -1,17 +1,17 @@
-"""Compute linear layers in float8 where that is faster, with torchao's casts, and all else in bfloat16.
+"""Compute linear layers in float8 where that is faster, using torchao's casts; the rest in bfloat16.
 
 GPUs of compute capability 8.9 or later multiply float8 matrices twice as fast as bfloat16 matrices, but each
-operand is cast first, with its own scale. A layer is converted if an arithmetic model predicts that float8
-saves time (in large layers), and if its features are multiples of 16. Heads, embeddings, routers, adapters
-and everything outside of the repeated blocks stay in bfloat16. The report lists each linear layer as
-converted, or with the reason why it is not converted. Weights keep their dtype, and a checkpoint is the same
-as without float8.
+operand must be cast first, with its own scale. A layer is converted if an arithmetic model predicts that
+float8 saves time (in large layers), and if the layer's input and output features are multiples of 16. Heads,
+embeddings, routers, adapters and everything outside of the repeated blocks stay in bfloat16. The report lists
+each linear layer as converted, or with the reason why it is not converted. Weights keep their dtype, and a
+checkpoint is the same as without float8.
 
 `rowwise` uses one scale per row or column (torchtitan's default). `rowwise_with_gw_hp` computes the weight's
 gradient in bfloat16. `tensorwise` uses one scale per tensor, which is fastest and least exact. Layers with
 frozen weights always use `rowwise`. A scale has a minimum, so that rows of zeros stay zeros.
 
-Saves: time of linear layers with some 4,096 features or more, on an H100 or later.
+Saves: time of linear layers with about 4,096 features or more, on an H100 or later.
 Costs: without compiled blocks, each cast takes several kernels, and more time than the products save.
     Operands have about 3 bits of precision; sums have the precision of bfloat16.
 When not: layers are smaller (the report then gives the reason); blocks are not compiled.
@@ -67,7 +67,7 @@ COMPILED = Remedy("+callbacks=torch_compile", "TorchCompile()")
 NO_ALL_GATHER = Remedy("precision.all_gather=false", "Float8(all_gather=False)")
 
 MULTIPLE = 16
-"""A float8 product requires that both features of a layer are multiples of this number."""
+"""A float8 product requires that a layer's input and output features are multiples of this number."""
 ROWS = 8192
 """Assumed number of tokens (rows) per batch, because layers are chosen before the first batch."""
 HIGH_PEAK, LOW_PEAK, BANDWIDTH = 0.7, 0.6, 0.65
@@ -80,7 +80,7 @@ CASTS = {"rowwise": (2, 2, 2), "rowwise_with_gw_hp": (1, 2, 1), "tensorwise": (2
 """Number of casts of input, weight and gradient per step, by recipe; 2 for scales along both axes."""
 FROZEN_CASTS = (1, 2, 1)
 ROUTERS = ("router", "gate")
-"""Names of routers, which choose experts. An MLP's `gate` has more outputs than inputs, so it is no
+"""Names of routers, which choose experts. An MLP's `gate` has more outputs than inputs, so it is not a
 router."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NEEDS = f"a GPU of compute capability {FLOAT8_CAPABILITY / 10} or later (RTX 4090, L40S, H100, H200, B200)"
@@ -95,7 +95,7 @@ def to_float8(
     emulate: bool = False,
     device: str | torch.device = "cuda",
 ) -> dict[str, str]:
-    """Convert the linear layers that become faster; for Fabric, or a custom training loop.
+    """Convert the linear layers that become faster, for use with Fabric or in a custom training loop.
 
     Args:
         model: The model, with adapters, before it is compiled or sharded; layers that are converted already
@@ -130,7 +130,7 @@ class Float8(AutoPrecision):
 
     Args:
         recipe: `rowwise`, `rowwise_with_gw_hp` or `tensorwise`.
-        skip: Names, or ends of names, of modules that stay in bfloat16, with all modules in them.
+        skip: Names, or ends of names, of modules that stay in bfloat16, including all modules inside them.
         all_gather: Gather weights in float8 under FSDP2, which halves the communication.
         emulate: Round operands to float8 and multiply them in float32, on any device. Emulation is slow; use
             it to test the effect of float8 on the loss. Every layer whose features are multiples of 16 is
@@ -217,7 +217,7 @@ class Float8(AutoPrecision):
         return Facts(provides=(TRANSFORM,), needs=tuple(needs), excludes=(triton, *gathers, *shards))
 
     def assumptions(self) -> list[str]:
-        """Return the layers that a prediction has converted, which a chart of bytes does not show."""
+        """Return the converted layers in words, because a chart of predicted memory does not show them."""
         outcome = self.outcome()
         return [f"{'' if outcome.effective else 'no effect: '}{outcome.did}"]
 
@@ -236,7 +236,7 @@ class Float8(AutoPrecision):
         return count
 
     def _device_of(self, model: nn.Module) -> devices.Device:
-        """Return the GPU of a prediction, or the device of the run."""
+        """Return the GPU for which memory is predicted, or the device of the run."""
         self._settle_device(model)
         trainer: Any = getattr(model, "_trainer", None)
         root: Any = torch.device(str(self.device)) if trainer is None else trainer.strategy.root_device
@@ -298,7 +298,7 @@ class Float8(AutoPrecision):
         super().teardown()
 
     def _note_uncalled(self) -> None:
-        """Mark converted layers that did not run although others ran: other code may read their weights."""
+        """Mark converted layers that did not run while others ran; other code may read their weights."""
         ran = [hasattr(layer, "has_run") for layer, why in self._listed.values() if not why]
         if any(ran) and not self._has_compiled:  # compiled layers do not record `has_run`
             for name, (layer, why) in self._listed.items():
@@ -334,7 +334,7 @@ class Float8(AutoPrecision):
 def convert_model(
     model: nn.Module, recipe: str, skip: str | Iterable[str], *, all_gather: bool, on: Device | None
 ) -> tuple[dict[str, tuple[nn.Linear, str]], int]:
-    """Convert layers that are faster on a device (None: all possible layers); return reasons and count."""
+    """Convert layers that become faster on a device, or all if `on` is None; return reasons and count."""
     from lightning_eff.precision._float8_linear import Float8Linear, convert, recipe_config
 
     skip = [skip] if isinstance(skip, str) else skip
@@ -357,7 +357,7 @@ def convert_model(
 
 
 def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> float:
-    """Return how many times faster a layer's products are in float8 than in bfloat16, casts included.
+    """Return the speed of a layer's products in float8, casts included, relative to bfloat16.
 
     Example:
         >>> from lightning_eff.kernels.devices import DEVICES
@@ -384,17 +384,18 @@ def speedup(layer: nn.Linear, device: Device, recipe: str, rows: int = ROWS) -> 
 def reasons(
     model: nn.Module, skip: Iterable[str], gain: Callable[[nn.Linear], float] | None
 ) -> dict[str, tuple[nn.Linear, str]]:
-    """Return every linear layer by name, with the reason why it is not converted; empty if there is none.
+    """Return every linear layer by name, with the reason why it is not converted, or an empty text.
 
     Args:
         model: The model, with adapters.
-        skip: Names, or ends of names, of modules that are not converted, with all modules in them.
-        gain: Function that returns a layer's speed in float8 relative to bfloat16. With None, every possible
-            layer is converted.
+        skip: Names, or ends of names, of modules that are not converted, including all modules inside them.
+        gain: Function that returns a layer's speed in float8 relative to bfloat16. If `gain` is None, every
+            possible layer is converted.
     """
-    # Hugging Face models return their head as `get_output_embeddings`.
+    # Hugging Face models return their head from `get_output_embeddings`.
     heads = {id(getattr(module, "get_output_embeddings", lambda: None)()) for module in model.modules()}
-    # Not `weight`: a parametrized layer would compute its weight, and spectral_norm counts computations.
+    # `weight` is not read, because a parametrized layer would compute it, and spectral_norm counts
+    # computations.
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tied = {p for module in embeddings for p in module.parameters(recurse=False)}
     blocks = tuple(f"{name}." for name in repeated_blocks(model))

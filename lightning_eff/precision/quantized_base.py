@@ -1,20 +1,20 @@
 """Quantize frozen weights, and train all other weights in float32; with adapters, this is QLoRA.
 
-With adapters, most of the memory holds the frozen model. `nf4`, `fp4` and `int8` quantize frozen linear
+With adapters, the frozen model takes most of the memory. `nf4`, `fp4` and `int8` quantize frozen linear
 layers with bitsandbytes, also on a CPU. In 4-bit formats, each block of weights has one scale, and
 `double_quant` quantizes the scales to 8 bits; a weight then takes 4.13 bits. Layers are quantized before
-adapters are added, so the layers that will be frozen are determined in advance. With PeftAdapter these are
-all layers except `modules_to_save`, otherwise the layers that are frozen already. The head of a Hugging Face
-model, tied weights and all other layers are unchanged. `bf16` and `fp16` cast frozen matrices, embeddings
-included, and the biases of their layers. This cast happens after adapters are added and before a checkpoint
-is read; norms are unchanged.
+adapters are added, so the layers that will be frozen are determined in advance. With PeftAdapter, all layers
+except `modules_to_save` will be frozen. Otherwise, the layers that are frozen already stay frozen. The head
+of a Hugging Face model, tied weights and all other layers are unchanged. `bf16` and `fp16` cast frozen
+matrices, embeddings included, and the biases of their layers. This cast happens after adapters are added and
+before a checkpoint is read; norms are unchanged.
 
 All trained parameters become float32, even in a model that was loaded in bfloat16. Matrix products are
 computed in `compute_dtype`, as under `precision/auto`. A checkpoint holds the packed weights, which are
 loaded unchanged.
 
 Saves: memory for frozen weights; a weight takes 4.13 bits in NF4, 8 in int8, 16 in bfloat16.
-Costs: rounding errors, which the report states: 9 % of a weight's norm in nf4, 11 % in fp4, 0.5 % in int8.
+Costs: rounding errors, which the report states (9 % of a weight's norm in nf4, 11 % in fp4, 0.5 % in int8).
     Each pass dequantizes the weights. With a 16-bit embedding, the residual stream has 16 bits; if these are
     too few bits, add the embedding to `skip_modules`.
 When not: the frozen weights fit in memory in bfloat16; nothing is frozen (such a run is rejected).
@@ -60,9 +60,9 @@ CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS: dict[str, Format] = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 """Lightning's precision for each `compute_dtype`."""
 NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""Layers that on some devices reject weights in another dtype than the input; norms have few weights."""
+"""Layers that on some devices require inputs in their weights' dtype; a cast would save little memory."""
 MAX_ERROR = 0.5
-"""Largest error as a fraction of a weight's norm: several times any format's error on trained weights."""
+"""Largest accepted error, as a fraction of a weight's norm; trained weights have far smaller errors."""
 ADAPTERS = (Remedy("+callbacks=peft_adapter", "PeftAdapter()"),)
 
 
@@ -76,16 +76,17 @@ class QuantizedBase(AutoPrecision):
     Args:
         quant_type: Format of frozen weights: `nf4`, `fp4`, `int8`, `bf16` or `fp16`.
         compute_dtype: Dtype of matrix products: `bf16`, `fp16`, `fp32`, or `auto`. `auto` chooses the dtype
-            of a model with 16-bit weights; for other models, bf16 if the device computes bf16 natively.
+            of the weights if they have 16 bits; otherwise bf16 if the device computes bf16 natively, else
+            fp32.
         double_quant: Quantize the scales of 4-bit blocks to 8 bits.
         blocksize: Number of weights per scale, in 4-bit formats.
-        skip_modules: Names, or ends of names, of modules that are neither quantized nor cast, with all
-            modules in them.
+        skip_modules: Names, or ends of names, of modules that are neither quantized nor cast, including all
+            modules inside them.
         device: Device type for autocast; None for the strategy's device.
 
     Raises:
         ConfigError: An argument has an unknown value; no weight is frozen, or no weight is trained; a layer
-            cannot be quantized, or the error would exceed half of its weight's norm.
+            cannot be quantized, or its error would exceed half of the weight's norm.
         EnvironmentLacksError: bitsandbytes is not installed.
 
     Warns:
@@ -303,7 +304,7 @@ class QuantizedBase(AutoPrecision):
 
 
 def modules_without(model: nn.Module, skip_modules: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules by name, except modules that `skip_modules` names (by ends of names) and their children.
+    """Yield modules by name, except modules listed in `skip_modules` (by ends of names) and their children.
 
     Raises:
         ConfigError: A name matches no module.
@@ -321,7 +322,7 @@ def linear_layers(model: nn.Module, skip_modules: Sequence[str]) -> dict[str, nn
     These layers are excluded: subclasses of `nn.Linear`, which may compute something else; layers that share
     a weight with another module; output embeddings of Hugging Face models.
     """
-    # Modules per parameter: another module that shares a quantized weight would read codes as values.
+    # Count modules per parameter, because another module with the same weight would read codes as values.
     num_modules = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
     return {

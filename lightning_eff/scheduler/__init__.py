@@ -1,1 +1,1 @@
-"""Learning-rate schedules that can be resumed with another number of steps."""
+"""Learning-rate schedules that can be resumed with a different number of steps."""

@@ -34,13 +34,13 @@ class WarmupDecay(LRScheduler):
 
     Args:
         optimizer: Optimizer whose learning rates are scheduled.
-        total_steps: Number of optimizer steps in the run; None is replaced by the Trainer's number if there
-            is a Trainer.
+        total_steps: Number of optimizer steps in the run; if None, `OptimizerChoice` or a recipe passes the
+            Trainer's estimate.
         warmup_steps: Number of steps in which the factor rises linearly to 1, even if the run is shorter. A
             number below 1 is a fraction of the run's steps, rounded up.
         decay: `cosine`, `linear`, or `none` for a factor that stays at 1.
-        decay_fraction: Fraction of the steps after the warm-up in which the rate falls, at the end of the
-            run; until then, the factor stays at 1.
+        decay_fraction: Length of the decay at the end of the run, as a fraction of the steps after the
+            warm-up. Between warm-up and decay, the factor stays at 1.
         min_lr_ratio: Factor at the last step and after the last step.
 
     Raises:
@@ -75,7 +75,7 @@ class WarmupDecay(LRScheduler):
             raise ConfigError(key="warmup_steps", value=warmup_steps, allowed=allowed)
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
-        # Only a fraction of the run depends on its length.
+        # The warm-up depends on the run's length only if `warmup_steps` is a fraction.
         self._num_warmup_steps = int(warmup_steps)
         if total_steps is not None and warmup_steps < 1:
             self._num_warmup_steps = math.ceil(warmup_steps * total_steps)
@@ -90,7 +90,7 @@ class WarmupDecay(LRScheduler):
             return (step + 1) / self._num_warmup_steps  # the first step has a rate above 0
         if self.decay == "none" or self.total_steps is None:
             return 1.0
-        # A resumed run may have another length: the curve depends on the number of remaining steps.
+        # A resumed run may have a different length, so the curve depends on the number of remaining steps.
         decay_steps = self.decay_fraction * (self.total_steps - self._num_warmup_steps)
         steps_left = self.total_steps - step
         remaining = steps_left / decay_steps if decay_steps > 0 else float(steps_left > 0)

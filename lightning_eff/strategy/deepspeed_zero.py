@@ -147,7 +147,7 @@ class ZeroMixin(_LIGHTNINGS):
 
     @contextmanager
     def _start_of_engine(self, module: nn.Module, optimizer: Optimizer) -> Generator[None]:
-        """Prepare a model and its optimizer for DeepSpeed's engine; on exit, start the checks of the run."""
+        """Prepare model and optimizer while DeepSpeed builds its engine, then create the step checks."""
         groups = optimizer.param_groups
         # Checkpoints have the layout of these groups, which DeepSpeed will replace by flat vectors.
         self._groups = [list(group["params"]) for group in groups]

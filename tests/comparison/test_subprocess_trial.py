@@ -138,7 +138,7 @@ def test_a_trial_ends_if_the_comparing_process_is_killed(tmp_path: Path) -> None
         f"folder=pathlib.Path({str(tmp_path)!r}) / 'run', limit_s=100)\n"
     )
     with subprocess.Popen([sys.executable, "-W", "ignore", str(script)]) as compares:
-        for _ in range(600):
+        for _ in range(3000):
             if note.exists() and note.read_text():
                 break
             time.sleep(0.1)
