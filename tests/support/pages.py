@@ -41,6 +41,17 @@ SLOT = {
 }
 """How to pass a class of each group to Lightning; `name` is the class."""
 
+USE = {
+    "callbacks/gradient_accumulation": "`lightning-eff train RECIPE +callbacks=gradient_accumulation "
+    "callbacks.gradient_accumulation.global_batch_size=64`, or "
+    "`Trainer(callbacks=[GradientAccumulation(global_batch_size=64)])`",
+    "callbacks/optimizer_choice": "`Trainer(callbacks=[OptimizerChoice("
+    "optimizer=functools.partial(AdamW, lr=1e-3))])`; in a recipe, the group `optimizer`",
+    "optimizer/module": "`lightning-eff train RECIPE optimizer=module`, or "
+    "`Trainer(callbacks=[ModuleOptimizer()])`",
+}
+"""The row **Use** of techniques that the pattern of their group does not fit."""
+
 COMPARED = HEADER[:-1]
 
 
@@ -84,10 +95,10 @@ def technique_frame(name: str, *, is_alone: bool) -> str:
     group = name.partition("/")[0]
     summary, body, sections = card(name)
     entry = next(entry for entry in catalog.options() if entry.name == name)
-    in_python = SLOT[group].format(name=class_of(name).__name__)
+    use = f"`lightning-eff train RECIPE {entry.use}`, or {SLOT[group].format(name=class_of(name).__name__)}"
     on_an_h100 = yaml.safe_load(ON_AN_H100.read_text(encoding="utf-8"))
     rows = [
-        ["**Use**", f"`lightning-eff train RECIPE {entry.use}`, or {in_python}"],
+        ["**Use**", USE.get(name, use)],
         *([["**Lowers**", ", ".join(lowers)]] if (lowers := getattr(class_of(name), "lowers", ())) else []),
         *([f"**{heading}**", sections[heading]] for heading in ("Saves", "Costs", "When not", "Conflicts")),
         *([["**On an H100**", on_an_h100[name]]] if name in on_an_h100 else []),
