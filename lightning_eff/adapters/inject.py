@@ -55,7 +55,7 @@ CONFIGS = {
     for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
     if kind.value.lower() not in OWN_LOOP and not issubclass(config, PromptLearningConfig)
 }
-"""PEFT's config class of each method that only changes layers."""
+"""For each method that only changes layers: PEFT's config class."""
 NOT_LINEAR = ("ln_tuning", "trainable_tokens")
 """Methods that adapt layers other than linear layers."""
 FOR_QUANTIZED = (
@@ -75,10 +75,10 @@ ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = 
 }
 """For each method, the convolutions that PEFT 0.21 adapts, and the settings that PEFT handles correctly.
 
-PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would read other pixels than the base. PEFT
-cannot merge the LoRA of a convolution with groups. OFT rotates the wrong axes of a kernel larger than 1, and
-so changes the model's output at the start. Methods that are not listed adapt no convolutions. `ln_tuning`
-needs no entry, because it trains all targeted layers in full.
+PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would read different pixels than the base
+layer. PEFT cannot merge the LoRA of a convolution with groups. OFT rotates the wrong axes of a kernel larger
+than 1, and so changes the model's output at the start. Methods that are not listed adapt no convolutions.
+`ln_tuning` needs no entry, because it trains all targeted layers in full.
 """
 DEFAULTS: dict[str, dict[str, Any]] = {
     "fourierft": {"init_weights": True},  # so that the adapter changes nothing at first
@@ -289,7 +289,8 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
         for name, layer in model.named_modules()
         if name
         and isinstance(layer, (nn.Linear, Conv1D))
-        # nn.MultiheadAttention reads the weight of its `out_proj`, of this class, but never calls the layer
+        # `out_proj` of nn.MultiheadAttention has this class: its weight is used, but the layer is never
+        # called
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and layer not in heads
     ]
@@ -302,7 +303,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
 
 
 def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
-    """Return targets that match only these layers, because in PEFT a name also matches names ending with it.
+    """Return targets that match only these layers; in PEFT, `proj` would also match `stem.proj`.
 
     Example:
         >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
@@ -339,7 +340,7 @@ def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
 
 
 def _reject_tied_copies(model: nn.Module, config: Any) -> None:
-    """Reject `modules_to_save` and trained tokens whose weight is tied, as only a copy would be trained.
+    """Reject `modules_to_save` and trained tokens whose weight is tied, since only a copy would be trained.
 
     If the outermost module is a Hugging Face model, PEFT itself ties trained tokens. With
     `ensure_weight_tying`, PEFT also ties `modules_to_save` of a Hugging Face model.
@@ -402,7 +403,8 @@ def _replace_all_names(model: nn.Module) -> None:
     replace_modules(model, new)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and adapted_layers(module):
-            # torch 2.13's fused inference path reads the base weights and calls no layers; 0 disables it.
+            # torch 2.13's fused inference path reads the base weights and calls no layers; 0 disables the
+            # path.
             module.activation_relu_or_gelu = 0
 
 

@@ -46,7 +46,7 @@ from lightning_eff.launch.job import check_local
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
-"""Groups that rows set themselves; user overrides of these groups apply to the unchanged recipe alone."""
+"""Groups that rows set themselves; user overrides of these groups apply only to the unchanged recipe."""
 IN_A_PROCESS = "a trial is a process of this machine"
 
 
@@ -143,7 +143,7 @@ def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
 def recipe_trial(
     options: argparse.Namespace, name: str, own: Sequence[str], *, without: Sequence[str] = ()
 ) -> Trial:
-    """Return a trial of the recipe with the user's overrides, except for groups in `without`, and `own`."""
+    """Return a trial of the recipe: `own`, and the user's overrides except for groups in `without`."""
     path = RecipePath.of(options.config_dir)
     words = [options.recipe, *_overrides(options, own, without), *path.options()]
     return Trial(name, list(own), functools.partial(train_recipe, words))

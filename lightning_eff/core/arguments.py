@@ -94,7 +94,7 @@ def check_value(key: str, value: object, hint: Any, *, none: str = "None") -> No
 def accepts(hint: Any, value: Any) -> bool:
     """Return whether an annotation accepts a value.
 
-    NumPy's numbers are accepted as numbers, but a bool is not. An annotation `float` also accepts whole
+    A NumPy number is accepted as a number, but a bool is not. An annotation `float` also accepts whole
     numbers. An annotation `tuple` also accepts a list, since YAML has no tuples.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -145,7 +145,7 @@ def describe(hint: Any, *, none: str = "None") -> str:
         >>> describe(tuple[BelowOne, BelowOne])
         'a list of 2 (a fraction from 0 up to 1)'
     """
-    # Compare the annotation first: `get_origin` of `Count` would only show `Annotated`.
+    # Compare the full annotation first, because `get_origin(Count)` would return only `Annotated`.
     known = next((text for known, text in TEXTS if known == hint), "")
     if known:
         return none if hint is type(None) else known

@@ -132,7 +132,7 @@ class ConfigError(ValueError):
         self.value = value
         self.allowed = allowed
         self.remedies = tuple(remedies)
-        # An error without a key is about a text, which needs no quotes.
+        # An error without a key has a text as its value, which is shown without quotes.
         shown = repr(value) if key else str(value)
         shown = shown if len(shown) <= MAX_VALUE_CHARACTERS else f"{shown[:MAX_VALUE_CHARACTERS]}..."
         setting = f"{key}={shown}" if key else shown
@@ -151,7 +151,7 @@ class ConfigError(ValueError):
 
 
 def _restored(kind: type[Any], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
-    # `__init__` has other parameters than the text in `args`.
+    # `args` contains only the text, whereas `__init__` has other parameters.
     error: Any = kind.__new__(kind, *args)
     vars(error).update(attributes)
     return error
@@ -224,7 +224,7 @@ class NoEffectWarning(UserWarning):
 
 
 class LittleReachedWarning(NoEffectWarning):
-    """A technique affects no module of the model, or very few; issued before the run and by `plan`."""
+    """A technique affects very few modules or none; the warning is issued before the run and by `plan`."""
 
 
 class ConflictWarning(UserWarning):

@@ -7,12 +7,14 @@ block in the backward pass. These rules keep the copies correct on two streams:
 - Each stream waits for the other stream's work through events. The memory of a copy is kept until the main
   stream has waited for the copy. `record_stream` is not used, because it frees memory at an unknown time. At
   most two copies are in flight.
-- `current_stream` is called outside of `with torch.cuda.stream(...)`, where it would return the copy stream.
-- torch allocates the pinned memory and caches freed blocks. Only the first step allocates pinned memory,
-  which synchronizes the device. Later steps reuse a block of memory after its copies have finished.
+- `current_stream` is called before `with torch.cuda.stream(...)` is entered, because inside the context it
+  would return the copy stream.
+- torch allocates the pinned memory and caches freed blocks. Only the first step allocates pinned memory; each
+  such allocation synchronizes the device. Later steps reuse a block of memory after its copies have finished.
 
 The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap, and a run
-took 3 times the time of recomputation alone. On a CPU, offloading makes plain copies, which save no memory.
+took 3 times as long as with recomputation alone. On a CPU, offloading makes plain copies, which save no
+memory.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from torch import Tensor
 STREAMED = ("cuda",)
 """Types of devices whose copies run on a separate stream."""
 MAX_IN_FLIGHT = 2
-"""Largest number of copies in flight: copies for which the main stream has not waited yet."""
+"""Largest number of copies in flight. A copy is in flight until the main stream has waited for it."""
 
 
 @dataclass(eq=False)
 class _OnHost:
-    """A tensor on the host, and its copy on the device from the start of the copy until `unpack`."""
+    """A tensor that was moved to the host, and its copy back on the device, if that copy has started."""
 
     host: Tensor
     device: torch.device

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from typing import cast
 
 REPORTS = logging.getLogger("lightning.pytorch.report")
-"""Logger of run reports, below Lightning's logger. A record has the report's text and the page's path."""
+"""Logger of run reports, below Lightning's logger. A record contains the text of the report and the path of
+its page."""
 IGNORED_MESSAGES = {
     # torchao 0.18.0 fails to load binaries for other GPUs and Python versions, which this package never calls
     "torchao": r"Failed to load .+\.so: ",

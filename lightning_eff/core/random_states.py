@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 RandomStates = dict[str, Any]
-"""State of each generator (`torch`, `device`, `python`, `numpy`, other names), in types for a checkpoint."""
+"""State of each generator (`torch`, `device`, `python`, `numpy`, other names), in types that a checkpoint may
+contain."""
 KINDS = (torch.Generator, np.random.Generator)
 """Classes of generators that an object may keep as an attribute."""
 Generators = Mapping[str, torch.Generator | np.random.Generator]

@@ -36,7 +36,7 @@ TRANSFORM = "transform"
 RECOMPUTE = "recompute"
 """Provided by techniques that recompute a part of the forward pass in the backward pass."""
 MEMORY_BUDGET = "a compiler that keeps a memory budget"
-"""Provided by techniques with which the compiler chooses the activations to keep."""
+"""Provided by techniques that let the compiler choose which activations to store."""
 SCHEDULE = "a learning-rate schedule"
 """Provided by techniques that change the learning rate during a run."""
 NEW_PARAMETERS = "new_parameters"
@@ -49,12 +49,12 @@ SHARDED_CHECKPOINTS = "checkpoints in folders"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The report of a technique about its effect on a run.
+    """The report of a technique on what it did in a run.
 
     Args:
         did: One line for the report, with numbers and units.
         effective: False if the technique changed nothing.
-        numbers: The numbers of `did` for programs; plain types only.
+        numbers: The numbers in `did`, for use by programs; plain types only.
     """
 
     did: str
@@ -72,7 +72,7 @@ class Technique(Protocol):
 
 
 def name_of(technique: object) -> str:
-    """Return the name of a technique or its class: the module in this package, or else the class's name.
+    """Return the name of a technique or its class: its module in this package, else the class's name.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -188,8 +188,8 @@ class Try:
         overrides: Settings in addition to the option. `{part}` stands for a fraction of a device's samples
             per optimizer step, `{global_batch}` for the samples of all devices.
         option: Option to choose, for example `precision/bf16_mixed`; empty for the technique's own option.
-        needs: Facts required for a useful try. A fact is about the run (`run/cuda`), an option that is on, or
-            an operation whose results are held at the peak (`peak/convolution`).
+        needs: Facts required for a useful try. A fact is about the run (`run/cuda`), names an option in use,
+            or names an operation whose results are stored at the memory peak (`peak/convolution`).
         excludes: Facts that make a try useless.
         changes: Effect on the training besides rounding; `tune` skips a way that has such an effect.
         is_advised: Whether the planner's advice may choose this way to make a recipe fit.
@@ -245,7 +245,7 @@ NEEDS_MATRICES = tuple(
     )
     for name in _DEEPSPEED
 )
-"""Rules for optimizers that need the full matrix of a weight for its update."""
+"""Rules for optimizers that need the full matrix of a weight to update the weight."""
 PLACES_STATE = tuple(
     Rule(name=name, reason="the strategy itself places the optimizer state", remedies=(TO_ADAMW,))
     for name in SHARDED

@@ -80,7 +80,7 @@ def run(
         "gpu": options.gpu,
     }
     try:
-        # Set handlers twice: Ray replaces them while it starts, and would lose a KeyboardInterrupt.
+        # Set handlers twice, because Ray replaces them while it starts, and would lose a KeyboardInterrupt.
         with _forwarded(folder) as early, _started(options), _forwarded(folder) as later:
             error = None if early else _fit(options, config, folder, later)
         failure = _failure(error, folder, options.max_failures)
@@ -108,7 +108,7 @@ def _check_installed() -> None:
 
 @contextmanager
 def _started(options: Ray) -> Generator[None]:
-    """Start Ray for this run, or connect to a running cluster; on exit, end Ray's processes or disconnect."""
+    """Start Ray, or connect to a running cluster; when the context ends, end Ray or disconnect."""
     ray: Any = importlib.import_module("ray")
     try:
         _init(options.cluster)
