@@ -25,7 +25,7 @@ GOES_ON = {
     "train": "; ckpt_path=auto resumes from this command's newest checkpoint, if it has saved one",
     "tune": "; the same command continues with the trials measured so far",
 }
-"""Advice to print if a verb was interrupted, for verbs that a second command can continue."""
+"""Advice to print when a verb is interrupted, if a second command can continue its work."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -201,7 +201,7 @@ def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
 
 
 def untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's settings without pretrained weights, which cannot be read on the meta device."""
+    """Return a model's settings without pretrained weights; the meta device cannot hold their values."""
     # Replace only `true`: in a user's class, another value may have another meaning.
     return {**model, "pretrained": False} if model.get("pretrained") is True else model
 

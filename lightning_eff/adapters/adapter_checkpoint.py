@@ -185,7 +185,7 @@ class Fingerprint:
 def strip_base(
     model: nn.Module, checkpoint: dict[str, Any], fingerprint: Fingerprint, *, save_base: bool = False
 ) -> None:
-    """Replace the frozen base in a checkpoint by its fingerprint, in place.
+    """In a checkpoint dictionary, replace the frozen base by its fingerprint.
 
     Raises:
         CheckpointError: The adapter cannot be saved, because its tensors are empty or merged into the base.

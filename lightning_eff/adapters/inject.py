@@ -2,8 +2,8 @@
 
 `callbacks/peft_adapter` calls `make_config` and `inject_adapters`. A layer that gets an adapter becomes the
 `base_layer` of a PEFT layer; all other names stay the same. The model itself is not wrapped, so a
-LightningModule keeps its class. PEFT's own errors are reported in PEFT's words, with the setting at fault. A
-model that PEFT would accept but adapt wrongly, or without effect, is rejected before it is changed.
+LightningModule keeps its class. An error of PEFT is reported with PEFT's text and the setting at fault. If
+PEFT would adapt a model wrongly or without effect, the model is rejected before any change.
 
 Unlike in PEFT, a layer that a model has under two names is replaced under both names. The fused inference
 path of PyTorch's encoder layer, which bypasses adapters, is switched off.
@@ -371,9 +371,9 @@ def plain_module(model: nn.Module) -> Generator[None]:
     """Let PEFT treat a model as a plain module, until the context ends.
 
     PEFT mistakes a model with an attribute `config`, or with Lightning's device mesh, for a Hugging Face
-    model, so the two attributes are hidden. The model gets the flags of quantized layers, by which PEFT
-    chooses its layer classes. Warnings about options that PEFT 0.21 corrects, and about PEFT's calls of
-    transformers, are ignored.
+    model, so the two attributes are hidden. The model gets the flags of quantized layers, because PEFT
+    chooses its layer classes by these flags. Warnings about options that PEFT 0.21 corrects, and about PEFT's
+    calls of transformers, are ignored.
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}

@@ -91,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, planned: dict[str, list[str]], comparison: TrialRounds) -> None:
-    """Run all rounds, with a trial that combines the techniques that helped alone."""
+    """Run all rounds, and add a trial that combines the techniques that helped on their own."""
     trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
     # The unchanged recipe runs right after the baseline, so that an early interruption leaves both rows.
     trials.insert(1, recipe_trial(options, AS_IT_IS, []))

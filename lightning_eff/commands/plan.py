@@ -41,7 +41,7 @@ VERDICTS = ("on", "fine", "adjusted", "warned", "REJECTED")
 
 @dataclass
 class PlanRow:
-    """A technique, its non-default arguments, and the findings of the rules with remedies."""
+    """A technique, its non-default arguments, and the findings of the rules, with remedies."""
 
     technique: str
     asked: dict[str, Any]

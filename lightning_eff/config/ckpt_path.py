@@ -114,7 +114,7 @@ def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str,
     `ckpt_path` keeps the base of the previous run. PeftAdapter reports a missing or damaged base later.
 
     Raises:
-        ConfigError: The base cannot be a path.
+        ConfigError: The base is not a valid path.
     """
     base = _base_in(values)
     if base is None:

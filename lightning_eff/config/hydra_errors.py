@@ -1,8 +1,8 @@
 """Explain a composition error in one or two lines: the key or option at fault and the nearest name.
 
 Hydra's advice to append a misspelt key with `+` is left out. If an override fails because it uses another
-tool's word, the error shows the equivalent override from `habits.yaml`. An option of the user may have
-the name of such a word; then no error occurs. `recipes.py` and `composition.py` call this module.
+tool's word, the error shows the equivalent override from `habits.yaml`. If an option of the user has the name
+of such a word, no error occurs. `recipes.py` and `composition.py` call this module.
 """
 
 from __future__ import annotations

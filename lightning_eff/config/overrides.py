@@ -15,7 +15,7 @@ from lightning_eff.core.errors import UsageError
 
 NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
 MAX_SHOWN = 100
-"""Number of characters of an override that a message shows."""
+"""Messages show at most this many characters of an override."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:

@@ -279,7 +279,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """Turn Hydra's exceptions for files and overrides that cannot be composed into short errors."""
+        """If files or overrides cannot be composed, turn Hydra's exception into a short error."""
         try:
             yield
         except MissingConfigException as error:

@@ -139,7 +139,7 @@ def _is_alignment_rejected(call: AttentionCall, capability: int) -> bool:
 
 
 def _is_backward_rejected(call: AttentionCall, capability: int) -> bool:
-    """Return whether flash lacks a backward pass for these heads on a GPU with little shared memory."""
+    """Return whether the GPU's shared memory is too small for flash's backward pass with these heads."""
     limit = 192 if call.dropout > 0 or call.query[3] <= 224 else 256
     return (86 <= capability <= 89 or capability >= 120) and call.requires_grad and call.query[3] > limit
 

@@ -39,7 +39,7 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Keys that schedulers write into parameter groups and read back."""
 MAX_CHARACTERS = 60
-"""Number of characters of a saved class name that a message shows."""
+"""Messages show at most this many characters of a saved class name."""
 
 
 def save_stamp(

@@ -47,7 +47,7 @@ def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module or submodule is compiled, also by `nn.Module.compile` or `torch.compile`.
+    """Return whether this package, `nn.Module.compile` or `torch.compile` compiled a module or submodule.
 
     Example:
         >>> is_compiled(nn.Linear(1, 1))

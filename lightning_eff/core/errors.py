@@ -44,7 +44,7 @@ OUT_OF_MEMORY = (
 )
 """Lower-case texts in the OOM errors of backends that have no exception class for OOM."""
 MAX_VALUE_CHARACTERS = 300
-"""Number of characters of a value that a message shows."""
+"""Messages show at most this many characters of a value."""
 
 _in_recipe: ContextVar[bool] = ContextVar("_in_recipe", default=False)
 
@@ -55,7 +55,7 @@ class Remedy:
 
     Args:
         override: One or more overrides to paste into a command.
-        python: Python code of the same change in a script.
+        python: Python code that makes the same change in a script.
 
     Example:
         >>> remedy = Remedy("callbacks.micro_batch.micro_batch_size=4", "MicroBatch(micro_batch_size=4)")

@@ -48,7 +48,8 @@ class CopyStream:
     """Copies tensors between a device and pinned memory, on a stream with at most two copies in flight.
 
     Raises:
-        RuntimeError: A tensor was changed in place during its copy, which autograd cannot detect here.
+        RuntimeError: A tensor was changed in place while it was copied. Autograd cannot detect such a change
+            here.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +95,8 @@ class HostOffload:
     """Moves autograd's saved tensors to the host, and back to the device in reverse order."""
 
     observers: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Functions to call with every tensor on the host, so that forecasts do not count it as device memory."""
+    """Functions to call with every tensor on the host, so that forecasts do not count the tensor as device
+    memory."""
 
     moved_bytes: int = field(default=0, init=False)
     _waiting: list[weakref.ref[_OnHost]] = field(default_factory=list, init=False)
@@ -135,7 +137,7 @@ class HostOffload:
         return back
 
     def _fetch(self, packed: _OnHost) -> tuple[Tensor, Any]:
-        """Start copying a tensor to the device, unless the copy was started before; do not wait for it."""
+        """Start copying a tensor to the device if the copy has not started; do not wait for the copy."""
         if packed.back is None and self._stream is not None:
             packed.back = self._stream.to_device(packed.host)
         elif packed.back is None:

@@ -183,7 +183,7 @@ def restore(module: pl.LightningModule) -> None:
 
 
 def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> list[int]:
-    """Apply changes to a model at once, in the order of the stages, for Fabric or a custom training loop.
+    """Apply changes to a model immediately, in the order of the stages, for Fabric or a custom training loop.
 
     Args:
         model: The model, before its optimizer is built.

@@ -1,4 +1,4 @@
-"""Check the rules of a set of techniques, before model and data are built and again with more facts.
+"""Check the rules of a set of techniques before model and data are built, and again with more facts.
 
 Each technique states facts about itself (core/technique.py) and never checks for other techniques. This
 module compares facts about the run, all techniques, and Lightning's callbacks and plugins. The rules are
@@ -278,7 +278,7 @@ def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return a Trainer's callbacks, from an attribute that Lightning 2.6 does not declare."""
+    """Return a Trainer's callbacks; Lightning 2.6 declares no type for this attribute."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 

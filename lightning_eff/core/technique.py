@@ -6,11 +6,11 @@ technique, and `outcome()` reports what the technique did. A technique that adds
 to a run (for example an optimizer) returns the object or its class from `components()`. The module
 core/rules.py compares the facts of all techniques of a run.
 
-Three class attributes serve `compare`, `tune` and the planner's advice, so that no other module lists
-techniques (`ways_to_try` collects the attributes). `exact = True` promises the same loss as the plain run, up
-to the order of additions and different random numbers; comparison/judgement.py checks this promise. `lowers`
-names the quantities that the technique reduces: `time`, or categories of memory. `try_as` lists the ways to
-try the technique.
+Three class attributes describe a technique to `compare`, `tune` and the planner's advice. `ways_to_try`
+collects the attributes, so no other module lists techniques. `exact = True` promises the same loss as the
+plain run, up to the order of additions and different random numbers; comparison/judgement.py checks this
+promise. `lowers` names the quantities that the technique reduces: `time`, or categories of memory. `try_as`
+lists the ways to try the technique.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], Non
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Wait until all ranks have ended or one rank has failed; return exit codes, None for a running rank."""
+    """Wait until all ranks have ended or one has failed; return exit codes, with None for a running rank."""
     while None in (codes := [rank.poll() for rank in ranks]):
         if any(code not in (None, 0, *STOPPED) for code in codes):
             break

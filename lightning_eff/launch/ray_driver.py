@@ -34,7 +34,8 @@ from lightning_eff.launch.ray import Ray
 from lightning_eff.launch.ray_worker import FOLDER, exchanged, work
 
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Size of Ray's object store if Ray is started for this run; the default is 30 % of the machine's memory."""
+"""Size of Ray's object store if Ray is started for this run; Ray's default is 30 % of the machine's
+memory."""
 LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
 """Names of Ray's errors for a lost worker; Ray Train does not export these classes."""
 SETTINGS = {
@@ -119,7 +120,7 @@ def _started(options: Ray) -> Generator[None]:
 
 
 def _init(cluster: str) -> None:
-    """Call `ray.init` in the main thread: processes that another thread starts end with that thread."""
+    """Call `ray.init` in the main thread, because a process ends with the thread that started it."""
     ray: Any = importlib.import_module("ray")
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     own = own | {"num_cpus": num_cores()} if cluster == "local" else {}

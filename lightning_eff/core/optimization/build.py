@@ -1,10 +1,10 @@
 """Build a module's `configure_optimizers` from an optimizer and a schedule.
 
-`callbacks/optimizer_choice` calls `configure`; through this callback, run.py builds a recipe's `optimizer`
-and `scheduler` groups. Norms and biases get no weight decay. Hidden matrices are marked for optimizers that
-treat them differently. If the module's own optimizer is replaced, its parameter groups are kept, with each
-group's fraction of the learning rate. The module's own schedule cannot be kept, because a scheduler is bound
-to its optimizer and holds per-group lists and other schedulers.
+`callbacks/optimizer_choice` calls `configure`; through this callback, run.py applies the groups `optimizer`
+and `scheduler` of a recipe. Norms and biases get no weight decay. Hidden matrices are marked for optimizers
+that treat them differently. If the module's own optimizer is replaced, its parameter groups are kept, with
+each group's fraction of the learning rate. The module's own schedule cannot be kept, because a scheduler is
+bound to its optimizer, and contains lists per group and other schedulers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def build(
     hidden = hidden_matrices(module, keywords.get("rest")) if needs_hidden else None
     decays = bool(keywords.get("weight_decay", decay))
     groups = parameter_groups(module, decays=decays, hidden=hidden, own=own)
-    # No optimizer accepts `lr_fraction` as an option: remove it here, and apply it to the rates below.
+    # No optimizer accepts `lr_fraction` as an option, so it is removed here and applied to the rates below.
     popped = [(group.pop("lr_fraction", None), group["params"]) for group in groups]
     fraction_of = {parameter: fraction for fraction, parameters in popped for parameter in parameters}
     built = optimizer(groups)
