@@ -359,6 +359,7 @@ class AdapterCheckpointHooks:
         self.save_base = False
         self.fingerprint = Fingerprint()
         self.num_saved = 0
+        # Bind the module's own hooks before they are replaced on the instance.
         self._own_save = module.on_save_checkpoint
         self._own_load = module.on_load_checkpoint
         self._absent: set[str] = set()

@@ -62,7 +62,7 @@ FOR_QUANTIZED = (
     *("beft", "fourierft", "gralora", "hira", "ia3", "lily", "lora", "oft", "pvera", "randlora", "road"),
     "vera",
 )
-"""Methods that dequantize the base weight or ignore it; other methods would use the codes as values."""
+"""Methods that dequantize the base weight or ignore it; other methods would read the codes as weights."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = {
     "lora": (CONVOLUTIONS, {"kernel_size", "padding"}),
@@ -160,7 +160,7 @@ def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
 
 
 def name_of_method(config: PeftConfig | None) -> str:
-    """Return the name of a config's method in lower case; return an empty text without a config."""
+    """Return the name of a config's method in lower case; return an empty text if there is no config."""
     return str(getattr(getattr(config, "peft_type", None), "value", "")).lower()
 
 

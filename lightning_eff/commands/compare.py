@@ -108,6 +108,7 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
     """Return the baseline, the trials that `--only` names (by default all), and the user's own rows."""
     trials = single_technique_trials(values)
     if options.only is not None:
+        # Every row is compared with the baseline, so the baseline always runs.
         kept = {BASELINE}
         for pattern in [word.strip() for word in options.only.split(",") if word.strip()]:
             matching = [name for name in trials if fnmatch(name, pattern)]

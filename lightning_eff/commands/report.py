@@ -110,6 +110,7 @@ def find_runs(word: str, root: Path) -> list[Path]:
     if runs := numbered_runs(path):
         return runs
     recipe = path.stem if path.suffix == ".yaml" else word
+    # An absolute path, or a path with `..`, would lead out of `root`.
     if recipe and not Path(recipe).is_absolute() and ".." not in Path(recipe).parts:
         newest = _newest(root / recipe)
         if newest is not None:

@@ -227,6 +227,7 @@ class Job:
             lambda words: compose_recipe(self.recipe, [*overrides, *words], self.path).values,
             self._memory,
         )
+        # Only rank 0 writes the page, which all ranks share.
         if folder is not None and not self.launch.rank:
             from lightning_eff.report.files import add_out_of_memory
 

@@ -113,6 +113,7 @@ def _base(recipe: AdvisedRecipe, until: float) -> Change:
     """
     free_bytes = recipe.memory.free_bytes
     needed = recipe.forecast(()).num_bytes
+    # Without a prediction, the recipe is assumed to fit.
     if needed is None or needed <= free_bytes:
         return UNCHANGED
     sys.stderr.write(" the recipe does not fit: searching for changes that make it fit\n")
@@ -227,6 +228,7 @@ class Search:
         trials: list[Trial] = []
         for change in changes:
             trial = self.trial(change)
+            # A stored result costs no time, so the time limit applies only to new trials.
             if trial.name not in self.rounds.results:
                 if time.monotonic() >= self.rounds.until:
                     break

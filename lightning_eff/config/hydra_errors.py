@@ -122,7 +122,8 @@ def _meant_by(item: Override, text: str) -> Sequence[str]:
 
 
 def read_habits() -> dict[str, tuple[str, ...]]:
-    """Read habits.yaml: for each key (or key and value) of another tool, the overrides that it may mean."""
+    """Read habits.yaml: for each key (or key and value) of another tool, the overrides that may replace
+    it."""
     text = Path(__file__).with_name("habits.yaml").read_text(encoding="utf-8")
     rows: dict[str, str] = yaml.safe_load(text)
     return {
@@ -133,7 +134,7 @@ def read_habits() -> dict[str, tuple[str, ...]]:
 
 
 def proposals(key: str, value: str) -> Sequence[str]:
-    """Return the overrides that `key=value` may mean; empty if `habits.yaml` does not contain the key.
+    """Return the overrides that may replace `key=value`; empty if `habits.yaml` does not contain the key.
 
     If there are several overrides, the right choice depends on the recipe's model.
 

@@ -139,6 +139,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
     if states and len(states) != len(optimizers):
         now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(states)))
         raise _mismatch(now, f"{before}, as in the checkpoint")
+    # A file may contain any object as `names`; use it only if it fits the states.
     has_names = isinstance(names, list) and len(names) == len(states)
     for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         own = state_layout(optimizer)

@@ -1,4 +1,4 @@
-"""Change a model in a fixed order, after `configure_model` and before a checkpoint is restored.
+"""Apply changes to a model in a fixed order, after `configure_model` and before a checkpoint is restored.
 
 Techniques that change a model call `queue`. Lightning has no hook between `configure_model` and the restore
 of a checkpoint. So the first call of `queue` in a run replaces the module's `configure_model`. The
@@ -33,7 +33,7 @@ BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Modu
 """Class names, patterns of module names, classes, or a predicate; None selects the repeated blocks."""
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Attributes of a module (torch 2.13) that hold its hooks."""
+"""Attributes in which a module stores its hooks (torch 2.13)."""
 RUNNERS = ("deepspeed.", "lightning_eff.", "torch.distributed.")
 """Packages whose hooks do not use the values of a module's inputs and outputs."""
 

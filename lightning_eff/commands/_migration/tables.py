@@ -198,7 +198,7 @@ def filled(template: str, value: Any, key: str = "") -> str:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number from a number or a string, or None."""
+    """Return a number, or a string that contains a number, as a finite number; otherwise None."""
     # In Python True is an int, and float() accepts "nan" and "1_000".
     if isinstance(value, bool) or not _NUMBER.fullmatch(str(value).strip()):
         return None
