@@ -22,7 +22,7 @@ note."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the verb; if the found command cannot be composed, return the exit code of the error."""
+    """Run the verb; if the resulting command cannot be composed, return the exit code of the error."""
     if not options.word:
         raise UsageError("migrate: expected a file\n  try: lightning-eff migrate training_args.json")
     check_path("FILE", options.word)

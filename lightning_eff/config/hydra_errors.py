@@ -122,8 +122,7 @@ def _meant_by(item: Override, text: str) -> Sequence[str]:
 
 
 def read_habits() -> dict[str, tuple[str, ...]]:
-    """Read habits.yaml: for each key (or key and value) of another tool, the overrides that may replace
-    it."""
+    """Read habits.yaml; return, for each key (or `key=value`) of another tool, possible replacements."""
     text = Path(__file__).with_name("habits.yaml").read_text(encoding="utf-8")
     rows: dict[str, str] = yaml.safe_load(text)
     return {

@@ -381,7 +381,8 @@ def check_hydra(section: Any) -> None:
     """Check the classes in Hydra's own section, whose interpolations are not resolved yet.
 
     Raises:
-        ConfigError: A key must not name a class, a class is not a plugin, or a resolver may return a class.
+        ConfigError: A key names a class but must not, a class is not a plugin, or a resolver could return a
+            class.
     """
     for name, kind in HYDRA_PLUGINS.items():
         node = section.get(name.rpartition(".")[2])

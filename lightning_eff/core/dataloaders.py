@@ -58,7 +58,7 @@ def add_loader_transform(
     Args:
         trainer: The Trainer whose strategy prepares loaders.
         transform: Function that receives the loader, and returns this loader or a replacement.
-        position: Place among all transforms: -1 is applied first, 1 is applied last. Transforms with equal
+        position: Position among all transforms: -1 is applied first, 1 is applied last. Transforms with equal
             positions are applied in the order of addition.
 
     Returns:

@@ -162,7 +162,10 @@ its subclasses too.
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """A violated rule, and the technique that states it; `found` is the excluded object or fact, or empty."""
+    """A violated rule, and the technique that states the rule.
+
+    `found` is the excluded object or fact. If a required object or fact is missing, `found` is empty.
+    """
 
     technique: str
     rule: Rule

@@ -85,7 +85,7 @@ def name_of(technique: object) -> str:
 
 
 def config_of(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments in plain types and without secrets, read from attributes.
+    """Return the constructor's arguments, read from attributes, as plain types and without secrets.
 
     If a base class already uses an attribute `x`, the technique stores its argument `x` as `given_x`.
 

@@ -61,7 +61,8 @@ class Migration:
     folder: Path
     recipe: str = ""
     settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
-    """Overrides by the changed setting; `callbacks.NAME` stands for an option that is added or removed."""
+    """The override of each changed setting; `callbacks.NAME` stands for an option that is added or
+    removed."""
     parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
     """Values for the conversion functions, by function and part."""
     lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])

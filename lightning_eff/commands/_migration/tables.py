@@ -210,7 +210,7 @@ def written(value: Any) -> str:
     """Return a value in the grammar of overrides; a string that contains a number becomes a number.
 
     Raises:
-        ValueError: Hydra or a shell would read another value.
+        ValueError: Hydra or a shell would read a different value.
 
     Example:
         >>> written("5e-5"), written([0.9, None]), written(True), written({"r": 8}), written(["a b"])

@@ -88,9 +88,10 @@ def configure(
     Args:
         module: The module whose `configure_optimizers` is replaced.
         optimizer: Function of parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: Function of the optimizer; the schedule is stepped after each optimizer step. If its
-            keyword `total_steps` is None, the Trainer's number of steps is passed. If `scheduler` is None or
-            "none", the rate stays constant; only "none" may replace the module's own schedule.
+        scheduler: Function of the optimizer; the schedule is stepped after each optimizer step. If the
+            keyword `total_steps` of the function is None, the Trainer's number of steps is passed. If
+            `scheduler` is None or "none", the rate stays constant; only "none" may replace the module's own
+            schedule.
         own_method: The module's own `configure_optimizers`, whose parameter groups are kept.
 
     Raises:
