@@ -199,7 +199,7 @@ def strip_base(
         raise CheckpointError(
             f"the adapter is not saved: its tensors are empty or on other ranks ({format_names(empty)})"
         )
-    # A merged base has another fingerprint, so a model without the adapter could not load the checkpoint.
+    # A merged base has a different fingerprint, so a model without the adapter could not load the checkpoint.
     if merged:
         names = format_names(merged)
         raise CheckpointError(

@@ -227,7 +227,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         name, module, has_sibling = pending.pop()
         if module in blocks.values():
             continue  # the model uses this module twice
-        # A module that is a stack, or directly holds a stack, is a stage: select the blocks inside the stage.
+        # A module that is a stack, or directly contains a stack, is a stage, so the blocks inside are
+        # selected.
         if has_sibling and not any(
             isinstance(inner, containers) and _siblings(inner) for inner in (module, *module.children())
         ):

@@ -108,7 +108,7 @@ class PerParameter(WrapperOptimizer):
         inner_group = inner.param_groups[0]
         inner_group |= group | {"params": inner_group["params"]}
         inner.step()
-        # Checked after the first step: an optimizer may add counters to its groups only then.
+        # Checked after the first step, because an optimizer may add counters to its groups only then.
         if parameter not in self.state and inner.param_groups[0].keys() != group.keys():
             allowed = "one that keeps its state per parameter; this one keeps counters in its groups"
             raise ConfigError(key="optimizer", value=self.kind_behind.__name__, allowed=allowed)
