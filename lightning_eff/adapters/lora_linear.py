@@ -77,7 +77,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _keeps_results() -> bool:
-    """Return whether selective checkpointing or a compiler may store results, which must stay unchanged."""
+    """Return whether results must stay unchanged, since checkpointing or a compiler may store them."""
     if is_traced():
         return True
     modes = torch_private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "LoRA")()
