@@ -55,7 +55,8 @@ PUBLIC = {
     "to_float8": "lightning_eff.precision.float8",
     "token_logprobs": "lightning_eff.kernels.cross_entropy",
 }
-"""By public name: its module, except for techniques; a technique's class has precedence over these names."""
+"""The module of each public name, except for techniques. A technique's class of the same name has
+precedence."""
 
 
 @functools.cache

@@ -25,14 +25,14 @@ GOES_ON = {
     "train": "; ckpt_path=auto resumes from this command's newest checkpoint, if it has saved one",
     "tune": "; the same command continues with the trials measured so far",
 }
-"""Advice to print if a verb was interrupted, for verbs that a second command can continue."""
+"""Advice to print when a verb is interrupted, if a second command can continue its work."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        arguments: Words after the program's name; with None, they are read from the command line.
+        arguments: Words after the program's name; if None, they are read from the command line.
 
     Example:
         >>> main(["--version"]) == 0
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code != EXIT_OK:
             frames = "".join(traceback.format_exception(error)) if "--debug" in words else ""
             lines = "".join(f"{line}\n" for line in _error_lines(error, words)[:MAX_ERROR_LINES])
-            # The text of an error may contain a secret, and control characters of a file's content.
+            # The text of an error may contain a secret, or control characters from a file.
             sys.stderr.write(printable(hide_secrets(f"{frames}{lines}")))
         return code
 
@@ -56,8 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Run the command and end the process with its exit code.
 
-    When the interpreter of a CPU rank exits, gloo (torch 2.13) sometimes aborts, with plain DDP too, and the
-    exit code reports a failure. To avoid this abort, a rank exits right after the libraries' exit handlers.
+    When the interpreter of a CPU rank exits, gloo (torch 2.13) sometimes aborts, even with plain DDP. The
+    exit code then reports a failure. To avoid this abort, a rank exits right after the libraries' exit
+    handlers.
     """
     code = main()
     # Not imported: verbs that do not train must not import torch.

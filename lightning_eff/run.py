@@ -115,7 +115,7 @@ class _LastStepCheckpoint(Checkpoint):
 def build(values: Mapping[str, Any], *, recipe: str, run_dir: Path, launch: Launch | None = None) -> Run:
     """Instantiate a checked config without writing files; `ckpt_path` may be a path, `last` or `auto`.
 
-    `launch` describes how this process was started; with None, it is read from the environment.
+    `launch` describes how this process was started; if None, the environment is read instead.
 
     Raises:
         ConfigError: A constructor rejects a value, the checkpoint does not exist, or as in `check_parts`.
@@ -201,7 +201,7 @@ def choose_optimizers(trainer: pl.Trainer, model: pl.LightningModule) -> None:
 
 
 def untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's settings without pretrained weights, which cannot be read on the meta device."""
+    """Return a model's settings without pretrained weights; the meta device cannot hold their values."""
     # Replace only `true`: in a user's class, another value may have another meaning.
     return {**model, "pretrained": False} if model.get("pretrained") is True else model
 
@@ -217,7 +217,7 @@ def model_without_memory(
     with torch.device("meta"), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: pl.LightningModule = make("model", untrained(values["model"]))
-        # No Trainer calls this hook here; models that build their layers in it would stay empty.
+        # No Trainer calls this hook here; models that build their layers in the hook would stay empty.
         model.configure_model()
         for callback in rules.callbacks_of(adapted_by) if adapted_by is not None else ():
             if isinstance(callback, model_surgery.AddsAdapters):
@@ -275,7 +275,7 @@ def build_trainer(values: Mapping[str, Any], launch: Launch | None = None) -> pl
 
     Args:
         values: A checked config.
-        launch: Description of how this process was started; None reads it from the environment.
+        launch: Description of how this process was started; if None, the environment is read instead.
 
     Raises:
         ConfigError: A technique rejects a value.

@@ -1,8 +1,8 @@
 """The content of a checkpoint with adapters, and the checks before such a checkpoint is loaded.
 
-The checkpoint contains the trained parameters (adapters, `modules_to_save`, biases) and the buffers. A
-fingerprint replaces the frozen base, which is loaded from its original source. Tensors are assigned only if
-the method and its config, each key and shape, and the base all fit.
+The checkpoint contains the trained parameters (adapters, `modules_to_save`, biases) and the buffers. Instead
+of the frozen base, the checkpoint contains a fingerprint; the base is loaded from its original source.
+Tensors are assigned only if everything fits: the method, its config, all keys and shapes, and the base.
 
 An adapter works only on the base that it was trained on. Keys and shapes do not identify a base, because all
 models of an architecture have the same keys and shapes. So the fingerprint lists each frozen tensor by name,
@@ -10,11 +10,11 @@ with its dtype, its shape and the first 64 bits of its SHA-256. The fingerprint 
 and an error can name the tensors that differ. The fingerprint excludes buffers, because training may change
 them. Persistent buffers are saved with the adapter.
 
-`callbacks/peft_adapter` adds these functions to the LightningModule's own checkpoint hooks, which Lightning
-also calls for weights-only saves and for saves after the run. Why not a callback's hooks: Lightning calls a
-callback's hooks only after loading, and never for weights-only saves. Why not `strict_loading=False`: this
-setting accepts another model's adapter, and leaves this model's adapter at its initial values. Fabric and
-custom loops call `strip_base` and `load_adapter`.
+`callbacks/peft_adapter` adds these functions to the LightningModule's own checkpoint hooks. Lightning also
+calls these hooks for weights-only saves and for saves after the run. Why not a callback's hooks: Lightning
+calls a callback's hooks only after loading, and never for weights-only saves. Why not `strict_loading=False`:
+this setting accepts another model's adapter, and leaves this model's adapter at its initial values. Fabric
+and custom loops call `strip_base` and `load_adapter`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def format_names(names: Iterable[str]) -> str:
 class Fingerprint:
     """Computes fingerprints of a module's frozen tensors, and caches digests by tensor and version.
 
-    A digest is computed again only if PyTorch counts an in-place change of its tensor. PyTorch does not count
-    changes through `.data`.
+    A digest is computed again only if PyTorch has counted an in-place change of the tensor. PyTorch does not
+    count changes through `.data`.
 
     Args:
         exact: False accepts different values in quantized layers if all other frozen tensors are equal,
@@ -119,7 +119,7 @@ class Fingerprint:
         names = {*tensors, *expected}
         others = sorted(name for name in names if tensors.get(name) != expected.get(name))
         quantized = tuple(f"{plain_name(prefix[:-1])}." for prefix in quantized_prefixes(module))
-        # Only other frozen tensors can prove that the base is the same.
+        # Only frozen tensors outside of quantized layers can prove that the base is the same.
         if not self.exact and any(not name.startswith(quantized) for name in tensors):
             # Rounding can change values in quantized layers, but not their layout.
             layouts = [
@@ -128,7 +128,7 @@ class Fingerprint:
             self.others = [n for n in others if n.startswith(quantized) and layouts[0][n] == layouts[1][n]]
             others = [name for name in others if name not in self.others]
         if others:
-            # `others` includes tensors that only the checkpoint has, or only the model.
+            # `others` includes tensors that exist only in the checkpoint or only in the model.
             differ = f"{format_names(others)} of {len(names)} frozen tensors differ"
             base = Remedy(
                 "callbacks.peft_adapter.base_checkpoint=PATH of its base, or its model.name and seed",
@@ -185,7 +185,7 @@ class Fingerprint:
 def strip_base(
     model: nn.Module, checkpoint: dict[str, Any], fingerprint: Fingerprint, *, save_base: bool = False
 ) -> None:
-    """Replace the frozen base in a checkpoint by its fingerprint, in place.
+    """In a checkpoint dictionary, replace the frozen base by its fingerprint.
 
     Raises:
         CheckpointError: The adapter cannot be saved, because its tensors are empty or merged into the base.
@@ -199,7 +199,7 @@ def strip_base(
         raise CheckpointError(
             f"the adapter is not saved: its tensors are empty or on other ranks ({format_names(empty)})"
         )
-    # A merged base has another fingerprint, so a model without the adapter could not load the checkpoint.
+    # A merged base has a different fingerprint, so a model without the adapter could not load the checkpoint.
     if merged:
         names = format_names(merged)
         raise CheckpointError(
@@ -220,7 +220,7 @@ def check_adapter(
         model: The model, with adapters.
         checkpoint: The content of a file, which may be any object.
         fingerprint: Caches digests; use one object per model.
-        strict: With False, only the trained tensors must be present.
+        strict: If False, only the trained tensors must be present.
 
     Returns:
         The names of the base's tensors if the checkpoint lacks the base, else an empty set.
@@ -233,7 +233,7 @@ def check_adapter(
     _check_settings(settings_of(peft_config_of(model)), stamp.get("settings"))
     base, rest = split_state(model)
     trained = [name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
-    # Without a fingerprint the checkpoint must hold the base itself.
+    # Without a fingerprint, the checkpoint must contain the base itself.
     has_base = stamp.get("base") is None
     if has_base and not any(name in state for name in trained):
         raise CheckpointError(NO_ADAPTER)
@@ -243,7 +243,7 @@ def check_adapter(
     expected = {name: value for name, value in state_here.items() if not name.startswith(unchecked)}
     missing = [name for name in (expected if strict else trained) if name not in state]
     unexpected = [name for name in state if name not in expected and not name.startswith(unchecked)]
-    # Like PyTorch, a non-strict load ignores unexpected tensors, but an adapter without its base must fit.
+    # As in PyTorch, a non-strict load ignores unexpected tensors. But an adapter without its base must fit.
     unexpected = unexpected if strict or not has_base else []
     _check_tensors(state, expected, missing=missing, unexpected=unexpected)
     if not has_base:
@@ -273,7 +273,7 @@ def _check_settings(here: Mapping[str, Any], saved: Any) -> None:
 def load_adapter(
     model: nn.Module, checkpoint: Mapping[str, Any], fingerprint: Fingerprint | None = None
 ) -> None:
-    """Load an adapter, or a full model with an adapter, into a model that has its base and new adapters.
+    """Load an adapter, or a full model with an adapter, into a model that has the base and new adapters.
 
     Raises:
         CheckpointError: The checkpoint does not fit the model; nothing has been assigned.
@@ -359,6 +359,7 @@ class AdapterCheckpointHooks:
         self.save_base = False
         self.fingerprint = Fingerprint()
         self.num_saved = 0
+        # Bind the module's own hooks before they are replaced on the instance.
         self._own_save = module.on_save_checkpoint
         self._own_load = module.on_load_checkpoint
         self._absent: set[str] = set()
@@ -375,7 +376,7 @@ class AdapterCheckpointHooks:
             self.num_saved += 1
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Call the module's own hook, then reject a checkpoint that does not fit, before any load."""
+        """Call the module's own hook, then reject a checkpoint that does not fit; nothing is loaded yet."""
         self._own_load(checkpoint)
         try:
             strict = self.module.strict_loading

@@ -1,9 +1,9 @@
 """Write adapters in PEFT's format, or a model with merged adapters, for use without lightning_eff.
 
 The command `export` calls this module. PEFT collects the tensors, writes the config and merges the adapters.
-This module restores the names of a model without adapters. If a LightningModule's only state is a Hugging
-Face model, names are relative to that model, so that `PeftModel.from_pretrained` accepts the files. Otherwise
-names are relative to the LightningModule.
+This module restores the names that the tensors have in the model without adapters. If a LightningModule's
+only state is a Hugging Face model, names are relative to that model, so that `PeftModel.from_pretrained`
+accepts the files. Otherwise names are relative to the LightningModule.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def save_full_model(model: nn.Module, folder: Path) -> None:
 
 
 def _exported_part(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the name prefix and the model to export: a Hugging Face model with all state, else `model`."""
+    """Return the name prefix and the model to export: a Hugging Face model that has all state, or `model`."""
     found = outermost(model, lambda module: isinstance(module, PreTrainedModel))
     name = next(iter(found), "")
     has_all = name and len(found) == 1 and all(key.startswith(f"{name}.") for key in model.state_dict())

@@ -2,8 +2,8 @@
 
 `callbacks/peft_adapter` calls `make_config` and `inject_adapters`. A layer that gets an adapter becomes the
 `base_layer` of a PEFT layer; all other names stay the same. The model itself is not wrapped, so a
-LightningModule keeps its class. PEFT's own errors are reported in PEFT's words, with the setting at fault. A
-model that PEFT would accept but adapt wrongly, or without effect, is rejected before it is changed.
+LightningModule keeps its class. An error of PEFT is reported with PEFT's text and the setting at fault. If
+PEFT would adapt a model wrongly or without effect, the model is rejected before any change.
 
 Unlike in PEFT, a layer that a model has under two names is replaced under both names. The fused inference
 path of PyTorch's encoder layer, which bypasses adapters, is switched off.
@@ -55,14 +55,14 @@ CONFIGS = {
     for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
     if kind.value.lower() not in OWN_LOOP and not issubclass(config, PromptLearningConfig)
 }
-"""PEFT's config class of each method that only changes layers."""
+"""For each method that only changes layers: PEFT's config class."""
 NOT_LINEAR = ("ln_tuning", "trainable_tokens")
 """Methods that adapt layers other than linear layers."""
 FOR_QUANTIZED = (
     *("beft", "fourierft", "gralora", "hira", "ia3", "lily", "lora", "oft", "pvera", "randlora", "road"),
     "vera",
 )
-"""Methods that dequantize the base weight or ignore it; other methods would use the codes as values."""
+"""Methods that dequantize the base weight or ignore it; other methods would read the codes as weights."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = {
     "lora": (CONVOLUTIONS, {"kernel_size", "padding"}),
@@ -75,10 +75,10 @@ ADAPTED_CONVOLUTIONS: dict[str, tuple[tuple[type[nn.Module], ...], set[str]]] = 
 }
 """For each method, the convolutions that PEFT 0.21 adapts, and the settings that PEFT handles correctly.
 
-PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would read other pixels than the base. PEFT
-cannot merge the LoRA of a convolution with groups. OFT rotates the wrong axes of a kernel larger than 1, and
-so changes the model's output at the start. Methods that are not listed adapt no convolutions. `ln_tuning`
-needs no entry, because it trains all targeted layers in full.
+PEFT's LoRA ignores dilation and `padding_mode`, so the adapter would read different pixels than the base
+layer. PEFT cannot merge the LoRA of a convolution with groups. OFT rotates the wrong axes of a kernel larger
+than 1, and so changes the model's output at the start. Methods that are not listed adapt no convolutions.
+`ln_tuning` needs no entry, because it trains all targeted layers in full.
 """
 DEFAULTS: dict[str, dict[str, Any]] = {
     "fourierft": {"init_weights": True},  # so that the adapter changes nothing at first
@@ -160,7 +160,7 @@ def _check_options(kind: type[PeftConfig], options: Mapping[str, Any]) -> None:
 
 
 def name_of_method(config: PeftConfig | None) -> str:
-    """Return the name of a config's method in lower case; return an empty text without a config."""
+    """Return the name of a config's method in lower case; return an empty text if there is no config."""
     return str(getattr(getattr(config, "peft_type", None), "value", "")).lower()
 
 
@@ -289,7 +289,8 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
         for name, layer in model.named_modules()
         if name
         and isinstance(layer, (nn.Linear, Conv1D))
-        # nn.MultiheadAttention reads the weight of its `out_proj`, of this class, but never calls the layer
+        # `out_proj` of nn.MultiheadAttention has this class: its weight is used, but the layer is never
+        # called
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and layer not in heads
     ]
@@ -302,7 +303,7 @@ def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:
 
 
 def exact_targets(names: Collection[str], model: nn.Module) -> str | set[str]:
-    """Return targets that match only these layers, because in PEFT a name also matches names ending with it.
+    """Return targets that match only these layers; in PEFT, `proj` would also match `stem.proj`.
 
     Example:
         >>> stem = nn.ModuleDict({"proj": nn.Conv1d(1, 1, 1)})
@@ -339,7 +340,7 @@ def _check_convolution(name: str, layer: nn.Module, method: str) -> None:
 
 
 def _reject_tied_copies(model: nn.Module, config: Any) -> None:
-    """Reject `modules_to_save` and trained tokens whose weight is tied, as only a copy would be trained.
+    """Reject `modules_to_save` and trained tokens whose weight is tied, since only a copy would be trained.
 
     If the outermost module is a Hugging Face model, PEFT itself ties trained tokens. With
     `ensure_weight_tying`, PEFT also ties `modules_to_save` of a Hugging Face model.
@@ -370,9 +371,9 @@ def plain_module(model: nn.Module) -> Generator[None]:
     """Let PEFT treat a model as a plain module, until the context ends.
 
     PEFT mistakes a model with an attribute `config`, or with Lightning's device mesh, for a Hugging Face
-    model, so the two attributes are hidden. The model gets the flags of quantized layers, by which PEFT
-    chooses its layer classes. Warnings about options that PEFT 0.21 corrects, and about PEFT's calls of
-    transformers, are ignored.
+    model, so the two attributes are hidden. The model gets the flags of quantized layers, because PEFT
+    chooses its layer classes by these flags. Warnings about options that PEFT 0.21 corrects, and about PEFT's
+    calls of transformers, are ignored.
     """
     attributes = {} if isinstance(model, PreTrainedModel) else model.__dict__
     hidden = {name: attributes.pop(name) for name in ("config", "_device_mesh") if name in attributes}
@@ -402,7 +403,8 @@ def _replace_all_names(model: nn.Module) -> None:
     replace_modules(model, new)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and adapted_layers(module):
-            # torch 2.13's fused inference path reads the base weights and calls no layers; 0 disables it.
+            # torch 2.13's fused inference path reads the base weights and calls no layers; 0 disables the
+            # path.
             module.activation_relu_or_gelu = 0
 
 

@@ -1,4 +1,4 @@
-"""Add LoRA's product to the layer's result in place, with one large operation instead of four as in PEFT.
+"""Add LoRA's product to the layer's result in place, with one large operation where PEFT needs four.
 
     y [T, N] = x [T, K] @ W.T + b;  y += s * (x @ A.T) @ B.T        A [r, K], B [N, r]
 
@@ -61,7 +61,7 @@ class LoraLinear(PeftLinear):  # pyright: ignore[reportUntypedBaseClass]
         is_number = isinstance(self.scaling[name], (int, float))
         if not is_number or any(type(part) not in PLAIN for part in parts[:3]):
             return None
-        # Here a hook on the base would see a result that changes later, and a hook on A would see another
+        # Here a hook on the base would see a result that changes later, and a hook on A would see a different
         # shape. A hook on B would not run, because B is not called.
         if any(map(has_hooks, parts)) or any(vars(torch_module)[hooks] for hooks in GLOBAL_HOOKS):
             return None
@@ -77,7 +77,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _keeps_results() -> bool:
-    """Return whether selective checkpointing or a compiler may store results, which must not change then."""
+    """Return whether results must stay unchanged, since checkpointing or a compiler may store them."""
     if is_traced():
         return True
     modes = torch_private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "LoRA")()

@@ -72,7 +72,7 @@ def _evaluate(saved: SavedRun) -> dict[str, Any]:
             f"{verb}: nothing was evaluated: the data have no batches, or {key}={limit} leaves none"
         )
     notes = [*saved.notes]
-    if isinstance(limit, int) or limit != 1.0:  # 1 is one batch, and 1.0 is all of them
+    if isinstance(limit, int) or limit != 1.0:  # 1 means one batch, and 1.0 means all batches
         notes.append(f"at most {limit} of the batches, by {key}={limit}; {key}=1.0 takes all")
     if ranks > 1 and verb != "predict":
         notes.append("ranks get equal numbers of samples, so some may count twice; on 1 device none does")

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     """Raises an error instead of exiting, and suggests the nearest choice instead of listing all choices."""
 
     takes = ""
-    """Arguments of a verb besides its options, as the verb's usage line shows them."""
+    """The arguments of a verb, without its options, as the usage line shows them."""
 
     @override
     def error(self, message: str) -> NoReturn:

@@ -68,7 +68,7 @@ class SavedRun:
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # INFO logs the file twice
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")  # nothing is resumed
-            warnings.simplefilter("ignore", NoEffectWarning)  # training techniques
+            warnings.simplefilter("ignore", NoEffectWarning)  # about techniques that act only in training
             try:
                 return method(model, ckpt_path=self.checkpoint, weights_only=True, **options)
             except MisconfigurationException as error:

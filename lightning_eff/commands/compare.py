@@ -46,7 +46,7 @@ from lightning_eff.launch.job import check_local
 
 RESULT_FILE, PAGE_FILE = "compare.json", "compare.html"
 OWN_GROUPS = ("callbacks", "precision", "strategy")
-"""Groups that rows set themselves; user overrides of these groups apply to the unchanged recipe alone."""
+"""Groups that rows set themselves; user overrides of these groups apply only to the unchanged recipe."""
 IN_A_PROCESS = "a trial is a process of this machine"
 
 
@@ -91,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace, planned: dict[str, list[str]], comparison: TrialRounds) -> None:
-    """Run all rounds, with a trial that combines the techniques that helped alone."""
+    """Run all rounds, and add a trial that combines the techniques that helped on their own."""
     trials = [recipe_trial(options, name, own, without=OWN_GROUPS) for name, own in planned.items()]
     # The unchanged recipe runs right after the baseline, so that an early interruption leaves both rows.
     trials.insert(1, recipe_trial(options, AS_IT_IS, []))
@@ -108,6 +108,7 @@ def _selected(options: argparse.Namespace, values: dict[str, Any]) -> dict[str, 
     """Return the baseline, the trials that `--only` names (by default all), and the user's own rows."""
     trials = single_technique_trials(values)
     if options.only is not None:
+        # Every row is compared with the baseline, so the baseline always runs.
         kept = {BASELINE}
         for pattern in [word.strip() for word in options.only.split(",") if word.strip()]:
             matching = [name for name in trials if fnmatch(name, pattern)]
@@ -143,7 +144,7 @@ def _is_allowed(options: argparse.Namespace, own: Sequence[str]) -> bool:
 def recipe_trial(
     options: argparse.Namespace, name: str, own: Sequence[str], *, without: Sequence[str] = ()
 ) -> Trial:
-    """Return a trial of the recipe with the user's overrides, except for groups in `without`, and `own`."""
+    """Return a trial of the recipe: `own`, and the user's overrides except for groups in `without`."""
     path = RecipePath.of(options.config_dir)
     words = [options.recipe, *_overrides(options, own, without), *path.options()]
     return Trial(name, list(own), functools.partial(train_recipe, words))

@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _find_run(run: str, root: Path) -> Path:
-    """Return a run's folder: the named one, or the folder of a recipe's newest run."""
+    """Return a run's folder: the named folder, or the folder of a recipe's newest run."""
     folder = Path(run)
     if (folder / RESOLVED).is_file():
         return folder

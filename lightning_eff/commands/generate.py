@@ -104,7 +104,7 @@ def _generate(saved: SavedRun, options: argparse.Namespace, prompt: str) -> dict
 
 
 def _chat_prompt(data: Any, prompt: str, system: str | None) -> list[int]:
-    """Return the tokens of a conversation up to the answer, by the chat template of the data's tokenizer.
+    """Apply the chat template of the data's tokenizer to a prompt; return the tokens up to the answer.
 
     Raises:
         UsageError: There is no template, or the template rejects the conversation.

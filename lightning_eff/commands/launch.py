@@ -31,7 +31,7 @@ from lightning_eff.core.text import print_json
 from lightning_eff.launch.job import check_local, num_devices
 
 SHARED = "/outputs"
-"""Mount point of the runs' volume in a pod, unless the user sets `output_root`."""
+"""Where a pod mounts the volume for runs, unless the user sets `output_root`."""
 NOTICE_S = 120
 """Seconds before a job's time limit at which SLURM sends its signal."""
 _TEMPLATES = jinja2.Environment(
@@ -53,7 +53,7 @@ class ClusterJob:
     """A run on several machines.
 
     Args:
-        recipe: Name of the recipe, and of the job.
+        recipe: Name of the recipe; the job has the same name.
         words: Overrides and options of `lightning-eff train`.
         nodes: Number of machines.
         gpus: GPUs on each machine; 0 for CPUs.

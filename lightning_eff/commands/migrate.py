@@ -17,11 +17,12 @@ PLACEHOLDERS = {
     "model.name": ("NAME", "NAME is a model on the hub, or its folder"),
     "data.paths": ("PATH", "PATH is a file, a folder, or hf://datasets/OWNER/NAME"),
 }
-"""For each setting that a language model's recipe needs, a placeholder if the file lacks it, and a note."""
+"""For each setting that a language model's recipe needs: a placeholder for files without this setting, and a
+note."""
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the verb; if the found command cannot be composed, return the exit code of the error."""
+    """Run the verb; if the resulting command cannot be composed, return the exit code of the error."""
     if not options.word:
         raise UsageError("migrate: expected a file\n  try: lightning-eff migrate training_args.json")
     check_path("FILE", options.word)
@@ -38,7 +39,7 @@ def migration(file: Path, source: str | None = None) -> tuple[dict[str, Any], in
 
     Args:
         file: JSON or YAML file of the tool.
-        source: Name of the tool; with None, the tool is detected from the keys.
+        source: Name of the tool; if None, the tool is detected from the keys.
 
     Raises:
         UsageError: The file or a file named in it cannot be read, or the file belongs to no known tool.

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from lightning_eff.planner.printing import Plan
 
 GROUP_OF = {"callbacks/optimizer_choice": "optimizer"}
-"""Recipe group that sets a technique, if the group has another name than the technique's folder."""
+"""Recipe group that sets a technique, if the group's name differs from the technique's folder."""
 VERDICTS = ("on", "fine", "adjusted", "warned", "REJECTED")
 """Verdicts on a technique, in increasing severity."""
 
 
 @dataclass
 class PlanRow:
-    """A technique, its non-default arguments, and the findings of the rules with remedies."""
+    """A technique, its non-default arguments, and the findings of the rules, with remedies."""
 
     technique: str
     asked: dict[str, Any]
@@ -98,8 +98,8 @@ def split_device(words: Sequence[str]) -> tuple[Device | None, int | None, list[
     """Remove `device=NAME` and `device.memory=SIZE`, which look like overrides, from the words.
 
     Returns:
-        The device to plan for, its memory in bytes, and the other words. Device or memory are None if the
-        run's own apply.
+        The device to plan for, its memory in bytes, and the other words. If a value is None, the run's own
+        device or memory applies.
 
     Raises:
         ConfigError: The name of the device is unknown, or the size cannot be parsed.

@@ -110,6 +110,7 @@ def find_runs(word: str, root: Path) -> list[Path]:
     if runs := numbered_runs(path):
         return runs
     recipe = path.stem if path.suffix == ".yaml" else word
+    # An absolute path, or a path with `..`, would lead out of `root`.
     if recipe and not Path(recipe).is_absolute() and ".." not in Path(recipe).parts:
         newest = _newest(root / recipe)
         if newest is not None:
@@ -162,7 +163,7 @@ def read_run(folder: Path, root: Path) -> RunReport:
 
 
 def _content(file: Path, default: Any) -> Any:
-    """Return a YAML file's content; return `default` if the file is missing or holds another type."""
+    """Return a YAML file's content; return `default` if the file is missing or contains another type."""
     content = read_yaml(file).content if file.is_file() else default
     return content if isinstance(content, type(default)) else default
 
@@ -172,7 +173,7 @@ def _without_report(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str
     log = folder / ERROR_LOG
     if log.is_file():
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        # The error is the last line of a traceback that is not indented.
+        # The error is the last unindented line of a traceback.
         cause = next((line for line in reversed(lines) if line and not line[0].isspace()), "")
         return "failed", f"before its first step: {cause[:200]}"
     if settings and "efficiency_report" not in (settings.get("monitors") or {}):

@@ -186,8 +186,8 @@ class Job:
     def fit(self, built: list[Run]) -> dict[str, Any]:
         """Remove the single run from the list, and train it; return the run's report.
 
-        With an empty list, no caller keeps a reference to the run, so its memory can be freed after an OOM
-        error.
+        The list is then empty, so no caller keeps a reference to the run, and its memory can be freed after
+        an OOM error.
         """
         from lightning_eff.launch.stop import ended_together
 
@@ -227,6 +227,7 @@ class Job:
             lambda words: compose_recipe(self.recipe, [*overrides, *words], self.path).values,
             self._memory,
         )
+        # Only rank 0 writes the page, which all ranks share.
         if folder is not None and not self.launch.rank:
             from lightning_eff.report.files import add_out_of_memory
 
@@ -288,7 +289,8 @@ class _SweepJob:
             return None if metric is None else last_value(ended.report, metric)
         if exit_code(ended.failure) in STOPPED:
             raise ended.failure
-        # An error from another process is pickled, without its traceback, so the traceback's path is named.
+        # An error from another process is pickled without its traceback, so the message names the traceback's
+        # file.
         place = f" (traceback: {path})" if (path := ended.failure.__dict__.get("error_log")) else ""
         first, *rest = root_cause_line(ended.failure).splitlines()
         raise SweepRunError(

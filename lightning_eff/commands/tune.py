@@ -61,7 +61,7 @@ from lightning_eff.prediction.predict import quietly
 from lightning_eff.run import build_trainer, model_without_memory
 
 NUM_COMBINED = 4
-"""Number of the most helpful changes whose combinations are all tried."""
+"""Number of changes of which all combinations are tried; the most helpful changes are chosen."""
 NUM_ROUNDS = 3
 UNCHANGED: Change = ()
 
@@ -113,6 +113,7 @@ def _base(recipe: AdvisedRecipe, until: float) -> Change:
     """
     free_bytes = recipe.memory.free_bytes
     needed = recipe.forecast(()).num_bytes
+    # Without a prediction, the recipe is assumed to fit.
     if needed is None or needed <= free_bytes:
         return UNCHANGED
     sys.stderr.write(" the recipe does not fit: searching for changes that make it fit\n")
@@ -186,7 +187,7 @@ class Search:
 
     Args:
         recipe: Recipe that predicts the memory of a step with changes.
-        rounds: Rounds that run the trials, with the results of earlier calls.
+        rounds: The rounds of trials, which include results of earlier commands.
         trial: Function that returns the trial of a change.
         base: Changes that make the recipe fit; they are part of every trial.
     """
@@ -220,13 +221,14 @@ class Search:
         return tuple(row.overrides[len(self.base) :])
 
     def _tried(self, changes: Sequence[Change]) -> list[Trial]:
-        """Return the trials of changes; record a reason for trials that are rejected or cannot fit.
+        """Return the trials of changes; if a trial is rejected or cannot fit, record the reason.
 
         Changes for which no time is left are skipped.
         """
         trials: list[Trial] = []
         for change in changes:
             trial = self.trial(change)
+            # A stored result costs no time, so the time limit applies only to new trials.
             if trial.name not in self.rounds.results:
                 if time.monotonic() >= self.rounds.until:
                     break
@@ -259,7 +261,7 @@ class Search:
         return [*trials[:1], *able[: (len(able) + 1) // 2]]
 
     def rows(self) -> list[ComparisonRow]:
-        """Return the rows so far; exclude a row that does not fit, or in which a change has no effect."""
+        """Return the rows so far; mark a row as excluded if it does not fit or if a change has no effect."""
         rows = self.rounds.table_rows()
         for row in rows:
             change = self._change_of(row)

@@ -89,7 +89,7 @@ def _has_settings(path: Path, values: Mapping[str, Any]) -> bool:
 
 
 def portable_settings(values: Mapping[str, Any]) -> Any:
-    """Return the settings that two runs of one command share, even if their folders are at other paths."""
+    """Return the settings that two runs of one command share, even if the runs have different folders."""
     # `run_dir` is inside `output_root`, so `run_dir` must be tried first.
     folders = [str(values.get(key)) for key in ("run_dir", "output_root")]
 
@@ -108,13 +108,13 @@ def portable_settings(values: Mapping[str, Any]) -> Any:
 
 
 def with_base(values: Mapping[str, Any], ckpt_path: Path | None) -> Mapping[str, Any]:
-    """Return a config with a file as the adapter's base: replace a folder of runs by one of its checkpoints.
+    """If the adapter's base is a folder of runs, replace the folder in the config by one of its checkpoints.
 
     The newest checkpoint in a folder of runs changes with the next run. So a run that resumes from
     `ckpt_path` keeps the base of the previous run. PeftAdapter reports a missing or damaged base later.
 
     Raises:
-        ConfigError: The base cannot be a path.
+        ConfigError: The base is not a valid path.
     """
     base = _base_in(values)
     if base is None:
@@ -202,7 +202,7 @@ def find_evaluated(which: str | None, folder: Path, *, remedy: str) -> Path:
         which: `best`, a path, or a file name in the run's `checkpoints/`. The values `last`, `auto` and None
             select the newest intact checkpoint.
         folder: Folder of a recipe's runs or of a single run, where `last` and `best` are searched.
-        remedy: Command that errors show, which would train a checkpoint in this folder.
+        remedy: Command that errors show; running it would create a checkpoint in this folder.
 
     Raises:
         ConfigError: There is no such checkpoint, or `best` is requested but the run monitored no metric.

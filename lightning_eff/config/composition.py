@@ -82,7 +82,7 @@ def recipe_app(recipe: str, overrides: Sequence[str], path: RecipePath | None = 
     loader = RecipeLoader(recipe, path)
     with _habits_explained(parsed):
         chain = loader.read_chain(parsed)
-        # Hydra has one global config: save the config of an outer job.
+        # Hydra has one global config, so save the config of an outer job.
         outer_config = HydraConfig.instance().cfg
         setbase(VERSION_BASE)
         try:
@@ -166,7 +166,8 @@ class RecipeApp:
     def show(self, cfg: str | None, *, info: str | None) -> None:
         """Print the composed config or, with `info`, Hydra's information about the config.
 
-        The config's keys and choices are checked, but not its classes, because their check imports them.
+        Keys and choices of the config are checked. Classes are not checked, because the check would import
+        them.
         """
         check_keys(self.config(), self.overrides, self.chain)
         with _explained():
@@ -200,7 +201,7 @@ class RecipeApp:
 
 @contextmanager
 def _habits_explained(overrides: Sequence[Override]) -> Generator[None]:
-    """Add this package's overrides to an error that is caused by another tool's overrides."""
+    """If an override of another tool caused an error, add this package's overrides to the error."""
     try:
         yield
     except (UsageError, ConfigError) as error:

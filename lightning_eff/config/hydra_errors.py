@@ -1,8 +1,8 @@
 """Explain a composition error in one or two lines: the key or option at fault and the nearest name.
 
 Hydra's advice to append a misspelt key with `+` is left out. If an override fails because it uses another
-tool's word, the error shows the equivalent override from `habits.yaml`. An option of the user may have
-the name of such a word; then no error occurs. `recipes.py` and `composition.py` call this module.
+tool's word, the error shows the equivalent override from `habits.yaml`. If an option of the user has the name
+of such a word, no error occurs. `recipes.py` and `composition.py` call this module.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _meant_by(item: Override, text: str) -> Sequence[str]:
 
 
 def read_habits() -> dict[str, tuple[str, ...]]:
-    """Read habits.yaml: for each key (or key and value) of another tool, the overrides that it may mean."""
+    """Read habits.yaml; return, for each key (or `key=value`) of another tool, possible replacements."""
     text = Path(__file__).with_name("habits.yaml").read_text(encoding="utf-8")
     rows: dict[str, str] = yaml.safe_load(text)
     return {
@@ -133,7 +133,7 @@ def read_habits() -> dict[str, tuple[str, ...]]:
 
 
 def proposals(key: str, value: str) -> Sequence[str]:
-    """Return the overrides that `key=value` may mean; empty if `habits.yaml` does not contain the key.
+    """Return the overrides that may replace `key=value`; empty if `habits.yaml` does not contain the key.
 
     If there are several overrides, the right choice depends on the recipe's model.
 

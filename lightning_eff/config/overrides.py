@@ -15,7 +15,7 @@ from lightning_eff.core.errors import UsageError
 
 NO_OVERRIDE = "not an override; expected key=value, group=option, +key=value or ~key"
 MAX_SHOWN = 100
-"""Number of characters of an override that a message shows."""
+"""Messages show at most this many characters of an override."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -40,8 +40,9 @@ def allow_new_keys(
 ) -> list[str]:
     """Return overrides with Hydra's prefixes for new keys (`++`) and for options that a recipe lacks (`+`).
 
-    A later check, after composing, rejects a new key that is not a parameter of the group's class. The
-    override of a multi-option or optional group gets `+` if the recipe does not list the group in `listed`.
+    A later check, after composing, rejects a new key that is not a parameter of the group's class. An
+    override of a multi-option or optional group gets `+` if the group is not in `listed`, the groups that the
+    recipe lists.
 
     Example:
         >>> allow_new_keys(parse_overrides(["trainer.max_time=00:01:00:00", "callbacks=[a]"]), listed=[])

@@ -137,7 +137,7 @@ class RecipeChain:
         return self.overriding(group) or next(iter(own), self.recipe)
 
     def names(self, group: str, options: Iterable[str]) -> set[str]:
-        """Return the keys in the config of some options; the file of one option may define several keys."""
+        """Return the config keys of some options; the file of one option may define several keys."""
         return {name for option in options for name in self._names(group, option)}
 
     def _names(self, group: str, option: str) -> set[str]:
@@ -151,7 +151,7 @@ class RecipeChain:
             return {own}
         if "_target_" in loaded.config or package:
             return {option}
-        # A file of several options defines its own keys and the options that it lists.
+        # A file that combines options defines its own keys and the keys of the options that it lists.
         inside = [each for each in loaded.defaults_list or () if isinstance(each, ConfigDefault)]
         others = [str(each.path).removeprefix(f"/{group}/") for each in inside if not each.is_self()]
         return {str(key) for key in loaded.config} | self.names(group, others)
@@ -168,7 +168,8 @@ class RecipeLoader(ConfigLoaderImpl):
     """Hydra's loader for one recipe, which reads files under strict rules and composes each config once.
 
     Hydra 1.3's `run`, `multirun`, `show_cfg` and `load_sweep_config` all call `load_configuration`. For each
-    job of a sweep there are two calls: one validates the job's overrides, and one launches the job.
+    job of a sweep there are two calls: the first validates the job's overrides, and the second launches the
+    job.
 
     Raises:
         UsageError: The recipe does not exist.
@@ -278,7 +279,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
     @contextmanager
     def _explained(self) -> Generator[None]:
-        """Turn Hydra's exceptions for files and overrides that cannot be composed into short errors."""
+        """If files or overrides cannot be composed, turn Hydra's exception into a short error."""
         try:
             yield
         except MissingConfigException as error:

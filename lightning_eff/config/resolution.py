@@ -1,8 +1,8 @@
 """Turn a composed config into plain values: check its keys, drop settings that do not apply, resolve values.
 
-`composition.py` calls this module. Keys in a group's YAML are dropped if they are not parameters of a user's
-own class. A recipe's settings of an option are dropped if an override removed the option from its list.
-Settings that the user typed are never dropped.
+`composition.py` calls this module. If the user's own class lacks a parameter that a group's YAML sets, this
+key is dropped. If an override removes an option from a recipe's list, the recipe's settings of the option are
+dropped. Settings that the user typed are never dropped.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _drop_inapplicable(cfg: DictConfig, overrides: Sequence[Override], chain: Re
     # Drop keys of a group's YAML that are not parameters of the class in a custom `_target_`.
     for group in validate.GROUP_BASES:
         node = cfg.get(group)
-        # Settings in a file belong to the file's class, so a class that the user typed may lack them.
+        # Settings in a file belong to the file's class; a class that the user typed may lack these
+        # parameters.
         own = explicit if f"{group}._target_" in explicit else written
         if f"{group}._target_" not in own or not isinstance(node, DictConfig):
             continue

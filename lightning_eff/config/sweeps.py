@@ -65,7 +65,7 @@ def check_metric(sweeper: Mapping[str, Any], metric: str | None, values: Mapping
     """Reject runs that cannot return the metric that the sweeper needs.
 
     Raises:
-        ConfigError: `optimized_metric` is null for Optuna, or is set without the monitor that keeps metrics.
+        ConfigError: `optimized_metric` is null for Optuna, or is set without the monitor that stores metrics.
     """
     if metric is None and str(sweeper["_target_"]).startswith(OPTUNA):
         allowed = "the name of a metric that the runs log: Optuna chooses the next run by it"

@@ -78,7 +78,8 @@ WRITTEN_NAMES = ("name", "version", "filename", "sub_dir")
 HYDRA_PLUGINS: Mapping[str, type[Plugin]] = {"hydra.launcher": Launcher, "hydra.sweeper": Sweeper}
 SAMPLER, SAMPLER_BASE = "hydra.sweeper.sampler", "optuna.samplers.BaseSampler"
 CALLED = "hydra.sweeper.custom_search_space"
-"""Key whose value, in the settings of Optuna's sweeper, is the name of a function to call."""
+"""Key in the settings of Optuna's sweeper. The value is the name of a function, which Optuna's sweeper
+calls."""
 LOG_CLASSES = re.compile(r"hydra\.(job|hydra)_logging\.(handlers|formatters|filters)\.")
 """Keys with which Python's logging builds classes or writes to a file."""
 _MAKES_A_MAPPING = re.compile(r"\$\{(?!(now|hydra|oc\.env|python_version):|[\w.@/\[\]]+\})")
@@ -145,7 +146,7 @@ def _nodes(group: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_own_keys(path: str, node: Mapping[str, Any]) -> None:
-    """Reject a key that a class of this package lacks, by the class's YAML, which lists all parameters."""
+    """Reject a key that is not in the YAML of a class of this package; the YAML lists all parameters."""
     # A technique's YAML has the name of its module.
     module, _, class_name = str(node.get("_target_")).rpartition(".")
     file = CONF / path.partition(".")[0] / f"{module.rpartition('.')[2]}.yaml"
@@ -380,7 +381,8 @@ def check_hydra(section: Any) -> None:
     """Check the classes in Hydra's own section, whose interpolations are not resolved yet.
 
     Raises:
-        ConfigError: A key must not name a class, a class is not a plugin, or a resolver may return a class.
+        ConfigError: A key names a class but must not, a class is not a plugin, or a resolver could return a
+            class.
     """
     for name, kind in HYDRA_PLUGINS.items():
         node = section.get(name.rpartition(".")[2])

@@ -1,8 +1,8 @@
 """Memory statistics of a device's allocator: held bytes, cached bytes and the peak.
 
 The statistics of CUDA come from `torch.accelerator`, and the statistics of MPS from `torch.mps`. On the CPU,
-PyTorch allocates with the C library. glibc keeps freed blocks until `malloc_trim` releases them. With other C
-libraries, which have no such call, the CPU counts as a device without a cache.
+PyTorch allocates with the C library. glibc keeps freed blocks until `malloc_trim` releases them. Other C
+libraries have no such call. With such a library, the CPU counts as a device without a cache.
 
 A snapshot of CUDA's allocator lists every block. If the history was recorded, the snapshot also contains the
 stack trace of each allocation, and all earlier frees.
@@ -20,7 +20,7 @@ import torch
 from lightning_eff.core import host_memory
 
 HISTORY = 100_000
-"""Number of allocator events to record; they need about 50 MB of host memory."""
+"""Number of allocator events to record. The records need about 50 MB of host memory."""
 
 
 @lru_cache(maxsize=1)
@@ -53,7 +53,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Release a device's cached memory to its driver or operating system; the device must have a cache."""
+    """Release a device's cached memory to the driver or operating system; the device must have a cache."""
     if device.type == "mps":
         torch.mps.empty_cache()
     elif device.type == "cuda":
@@ -64,7 +64,7 @@ def empty_cache(device: torch.device) -> None:
 
 def total_bytes(device: torch.device) -> int:
     """Return the memory of a device in bytes; on a CPU, the memory that this process may use."""
-    # GPU and CPU share their memory, so Metal has no fixed limit, but recommends a maximum.
+    # With MPS, GPU and CPU share memory. Metal sets no fixed limit, but recommends a maximum.
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type == "cuda":

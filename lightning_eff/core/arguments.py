@@ -2,9 +2,9 @@
 
 An annotation such as `every_n_steps: Count | None` defines type, range and error message in one place. In a
 plain Trainer, the decorator `check_arguments` checks each constructor call. In a recipe, config/validate.py
-checks the same annotations before anything is built. This module defines the suite's ranges, and describes in
-words what an annotation accepts. Containers are checked item by item, because beartype samples only one item.
-All other types are checked by beartype.
+checks the same annotations before anything is built. This module defines the number ranges of the suite (such
+as `Count`), and describes in words what an annotation accepts. Containers are checked item by item, because
+beartype samples only one item. All other types are checked by beartype.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def check_value(key: str, value: object, hint: Any, *, none: str = "None") -> No
 def accepts(hint: Any, value: Any) -> bool:
     """Return whether an annotation accepts a value.
 
-    NumPy's numbers are accepted as numbers, but a bool is not. An annotation `float` also accepts whole
+    A NumPy number is accepted as a number, but a bool is not. An annotation `float` also accepts whole
     numbers. An annotation `tuple` also accepts a list, since YAML has no tuples.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -121,7 +121,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def _items(origin: Any, args: tuple[Any, ...], value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return each item of a container with its annotation, or None for a value that is not a container."""
+    """Return each item of a container with its annotation, or None if the value is not a container."""
     if origin is tuple and isinstance(value, (list, tuple)):
         items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
         kinds = [args[0]] * len(items) if args[1:] == (...,) else list(args)
@@ -145,7 +145,7 @@ def describe(hint: Any, *, none: str = "None") -> str:
         >>> describe(tuple[BelowOne, BelowOne])
         'a list of 2 (a fraction from 0 up to 1)'
     """
-    # Compare the annotation first: `get_origin` of `Count` would only show `Annotated`.
+    # Compare the full annotation first, because `get_origin(Count)` would return only `Annotated`.
     known = next((text for known, text in TEXTS if known == hint), "")
     if known:
         return none if hint is type(None) else known

@@ -1,17 +1,18 @@
 """A table of the rules by which torch chooses the kernel of `F.scaled_dot_product_attention`.
 
 torch tries the backends in order of priority, and uses the first backend that does not reject the call. The
-last backend is math, which accepts every call and stores every score. `torch._fused_sdp_choice` returns the
-choice for existing tensors. This table needs only shapes, returns the reasons too, and covers devices that
-are not present. `callbacks/attention` and predictions use the table.
+last backend is math, which accepts every call and stores every score. `torch._fused_sdp_choice` needs the
+actual tensors, and returns only torch's choice. This module needs only shapes, also returns the reasons, and
+covers devices that are not present. `callbacks/attention` and the prediction of memory use this module.
 
 Source: the headers of torch 2.13.0, and pytorch's aten/src/ATen/native/transformers files sdp_utils_cpp.cpp
 and cuda/sdp_utils.cpp as of summer 2026 (001f694). The table omits memory-efficient attention with grouped
-heads (pytorch#191085), which the headers of 2.13 lack. On compute capability 9 and 10, the cuDNN backend has
-the highest priority; on other GPUs it comes after math. That priority needs cuDNN 9.15.1 or later, which
-torch 2.11 and later for CUDA 13 includes. For head sizes of 129 to 256, torch's choice between cuDNN and
-flash is uncertain; the table assumes flash, which saves the same tensors. The table does not cover nested
-tensors, ROCm, storage offsets, or `torch.use_deterministic_algorithms` (the cuDNN backend rejects it).
+heads (pytorch#191085), because the headers of torch 2.13 do not contain it. On compute capability 9 and 10,
+the cuDNN backend has the highest priority; on other GPUs it comes after math. The highest priority needs
+cuDNN 9.15.1 or later. Builds of torch 2.11 and later for CUDA 13 include such a version. For head sizes of
+129 to 256, torch's choice between cuDNN and flash is uncertain; the table assumes flash. Both save the same
+tensors. The table does not cover nested tensors, ROCm, storage offsets, or
+`torch.use_deterministic_algorithms` (in this mode, the cuDNN backend rejects calls).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ SDP = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION,
 }  # fmt: skip
-"""torch's enum member of each backend, in torch's default order of priority, which a device may change."""
+"""torch's enum member for each backend, in torch's default order of priority. On some devices the order
+differs."""
 BACKENDS = tuple(SDP)
 HALF = (torch.float16, torch.bfloat16)
 AUTOCAST = (torch.float32, *HALF)
@@ -46,8 +48,8 @@ class AttentionCall:
     """The properties of an attention call that determine its backend.
 
     Args:
-        query: Shape of the query, `[B, H, T, E]`; math also accepts other numbers of axes.
-        key: Shape of the key, `[B, H, S, E]`; in grouped-query attention, fewer heads than the query has.
+        query: Shape of the query, `[B, H, T, E]`; math also accepts a different number of axes.
+        key: Shape of the key, `[B, H, S, E]`; with grouped-query attention, `H` is smaller than in the query.
         value: Shape of the value, `[B, H, S, Ev]`.
         dtype: Dtype of query, key and value after autocast.
         mask: `causal` for `is_causal=True`, `none` without a mask, else `bool` or `float` for `attn_mask`.
@@ -76,7 +78,7 @@ class AttentionCall:
         cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, enable_gqa: bool = False,  # noqa: FBT001, FBT002
     ) -> AttentionCall:  # fmt: skip
-        """Describe a call by the arguments of `F.scaled_dot_product_attention`.
+        """Describe a call from its arguments to `F.scaled_dot_product_attention`.
 
         Example:
             >>> x = torch.ones(2, 4, 16, 8)
@@ -103,11 +105,12 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a call, and the reasons for which backends of higher priority rejected the call."""
+    """The backend of a call, and the reasons why backends of higher priority rejected the call."""
 
     backend: str
     rejected: dict[str, str]
-    """For each backend, reasons joined by `; `. A reason is a key of `RULES`, `not 4-D` or `switched off`."""
+    """For each backend that rejected the call, the reasons, joined by `; `. A reason is a key of `RULES`,
+    `not 4-D` or `switched off`."""
 
 
 def _is_mask_shape_rejected(call: AttentionCall, _: int) -> bool:
@@ -129,14 +132,14 @@ def _is_size_rejected_by_cudnn(call: AttentionCall, _: int) -> bool:
 
 
 def _is_alignment_rejected(call: AttentionCall, capability: int) -> bool:
-    """Return whether a head breaks the alignment to 16 bytes that CUTLASS requires."""
+    """Return whether the size of a head violates the 16-byte alignment that CUTLASS requires."""
     # 16 bytes hold 8 half-precision or 4 float32 elements; older GPUs load float32 elements one by one.
     alignment = 8 if call.dtype in HALF else 4 if capability >= 80 else 1
     return any(size % alignment for size in (call.query[3], call.value[3]))
 
 
 def _is_backward_rejected(call: AttentionCall, capability: int) -> bool:
-    """Return whether flash lacks a backward pass for these heads on a GPU with little shared memory."""
+    """Return whether the GPU's shared memory is too small for flash's backward pass with these heads."""
     limit = 192 if call.dropout > 0 or call.query[3] <= 224 else 256
     return (86 <= capability <= 89 or capability >= 120) and call.requires_grad and call.query[3] > limit
 
@@ -170,12 +173,12 @@ RULES: dict[str, Callable[[AttentionCall, int], bool]] = {
     "backward of large heads": _is_backward_rejected,
     "GPU older than Ampere": lambda _, capability: capability < 80,
 }
-"""For each reason to reject a call: a function of the call and the compute capability that returns whether
-the reason applies. The axes of shapes are `[B, H, T, E]`."""
+"""For each reason to reject a call, a function that returns whether the reason applies. Its arguments are the
+call and the compute capability. The axes of shapes are `[B, H, T, E]`."""
 
 
 def switched_on() -> list[str]:
-    """Return the enabled backends in order of priority; `sdpa_kernel` or torch's global flags set them."""
+    """Return the backends that `sdpa_kernel` or torch's global flags enable, in order of priority."""
     names = {backend: name for name, backend in SDP.items()}
     current = torch_private("torch.nn.attention:_cur_sdpa_kernel_backends", "callbacks/attention")
     return [names[each] for each in current(with_priority=True) if each in names]
@@ -196,7 +199,7 @@ _CUDA = {
     ),
     "efficient": ("grouped heads", "head size not aligned", "dtype", *_SHAPES),
 }  # fmt: skip
-"""The reasons for which each backend rejects calls; the backends are ordered by priority."""
+"""The reasons why each backend may reject a call. The backends are ordered by priority."""
 
 
 def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BACKENDS) -> Choice:
@@ -217,14 +220,14 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
         >>> choose(call, 90)
         Choice(backend='flash', rejected={'cudnn': 'dropout not a multiple of 1/16'})
     """
-    # Bring shapes to 4 axes, so that the rules can index them; "not 4-D" still rejects the fused backends.
+    # Pad the shapes to 4 axes, so that the rules can index them. The rule "not 4-D" uses the original shapes.
     query, key, value = (((1,) * 4 + shape)[-4:] for shape in (call.query, call.key, call.value))
     in_4d = replace(call, query=query, key=key, value=value)
     general = ["not 4-D"] if len(call.query) != 4 else []
     rules: Mapping[str, tuple[str, ...]] = _CUDA if capability else _CPU
     has_cudnn = capability // 10 in {9, 10}  # on other GPUs, cuDNN comes after math
     order: Sequence[str] = [backend for backend in rules if has_cudnn or backend != "cudnn"]
-    # Another order than the default comes from the user, and replaces the device's order.
+    # An order other than the default comes from the user, and replaces the device's order.
     if capability and list(enabled) != [name for name in BACKENDS if name in enabled]:
         order = enabled
     rejected: dict[str, str] = {}

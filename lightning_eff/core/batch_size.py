@@ -1,4 +1,4 @@
-"""Compute the numbers of loader batches and micro-batches per optimizer step on each rank."""
+"""Compute how many loader batches and micro-batches each rank processes per optimizer step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batches_per_step(
         key: Setting that the error names; the error has remedies only for `global_batch_size`.
 
     Raises:
-        ConfigError: `global_batch_size` is not a multiple of the samples in one batch per rank.
+        ConfigError: `global_batch_size` is not a multiple of `batch_size * num_ranks`.
 
     Example:
         >>> batches_per_step(64, 8, num_ranks=2)
@@ -56,7 +56,7 @@ def batches_per_step(
 
 
 def check_global_batch(values: Mapping[str, Any], least_ranks: int, most_ranks: int | None = None) -> None:
-    """Reject a global batch that does not fit every possible number of ranks, before any rank starts.
+    """Reject a global batch size that does not fit every possible number of ranks, before any rank starts.
 
     Only data modules of this package are checked before the run: their `data.batch_size` is known to be the
     batch size per rank. For other data modules, GradientAccumulation checks the loader during the run.

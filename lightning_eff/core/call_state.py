@@ -1,20 +1,20 @@
-"""Record the state that a module's call depends on, besides its input tensors, to recompute the call.
+"""To recompute a module's call, record all state that the call depends on besides its input tensors.
 
-Gradient checkpointing and `callbacks/tiled_mlp` use the record to recompute calls; the mean check of
-microbatching uses it to repeat a call. The record contains:
+Gradient checkpointing and `callbacks/tiled_mlp` use the record to recompute calls;
+`microbatching/mean_check.py` uses the record to repeat a call. The record contains:
 
 - attributes of the module and of all modules inside it (flags, conditions, active adapters, swapped
   parameters, forward hooks),
 - the content of lists, dicts, sets and deques in these attributes and in the inputs, at any depth,
 - attributes of objects among the inputs,
 - `requires_grad` of each parameter,
-- the states of the modules' own random generators, of NumPy's and of Python's (`torch.utils.checkpoint`
-  handles torch's generators).
+- the states of the modules' own random generators, and of the global generators of NumPy and Python
+  (`torch.utils.checkpoint` handles torch's global generators).
 
-The recorded state is reinstated for the recomputation. After the recomputation, the current state is
-restored, so that writes of the recomputation are lost. Parameters and inputs are referenced, not copied. A
-module's buffers and other tensors are copied, because a forward may write to them (batch statistics,
-counters). If a tensor without a copy has changed, the recomputation raises an error.
+The recorded state is reinstated for the recomputation. After the recomputation, the state from before the
+recomputation is restored, so that changes made by the recomputation are lost. Parameters and inputs are
+referenced, not copied. A module's buffers and other tensors are copied, because a forward may write to them
+(batch statistics, counters). If a tensor without a copy has changed, the recomputation raises an error.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CallState:
             self._note(value, has_objects=True)
 
     def _copy(self, value: Any) -> None:
-        """Copy a tensor that a forward may write to; `end_forward` drops the copy of an unchanged tensor."""
+        """Copy a tensor that a forward may write to; `end_forward` drops the copy if nothing was written."""
         if isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, nn.Parameter):
             self._copies[id(value)] = value.detach().clone()
 
@@ -104,8 +104,8 @@ class CallState:
         """Record a value; return the object to reinstate, which is usually the value itself."""
         kind = _kind(type(value))
         if kind == "tensor":
-            # Detach: a value that a module keeps across steps would otherwise hold the graphs of all earlier
-            # steps.
+            # Detach: a value that a module keeps across steps would otherwise keep the graphs of all earlier
+            # steps alive.
             held = value if value.grad_fn is None else value.detach().requires_grad_()
             self._tensors[id(value)] = held, version(held), held.requires_grad
             return held
@@ -195,7 +195,8 @@ class CallState:
 def oldest_graphs_first() -> Generator[None]:
     """Make a compiled block try its graphs in the order of compilation, not in the order of last use.
 
-    Otherwise, if several graphs accept the inputs, the recomputation could run another graph than the call.
+    Otherwise, if several graphs accept the inputs, the recomputation could run a different graph than the
+    call.
     """
     frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     reorder: Any = getattr(frames, "_set_lru_cache", lambda _: None)
@@ -207,11 +208,12 @@ def oldest_graphs_first() -> Generator[None]:
 
 
 def stops_early(module: nn.Module) -> bool:
-    """Return whether a recomputation may stop after autograd has saved the last tensor.
+    """Return whether a recomputation may stop as soon as autograd has saved the last tensor.
 
-    A recomputation with RReLU must continue, because RReLU fills its tensor of slopes after it was saved.
+    A recomputation with RReLU must continue, because RReLU fills its tensor of slopes after autograd has
+    saved this tensor.
     """
-    # A forward's code object has the names that the forward calls, such as `F.rrelu` or `torch.rrelu_`.
+    # A forward's code object contains the names that the forward calls, such as `F.rrelu` or `torch.rrelu_`.
     codes = [getattr(getattr(type(part), "forward", None), "__code__", None) for part in module.modules()]
     return not any("rrelu" in name for code in codes if code is not None for name in code.co_names)
 
@@ -247,12 +249,12 @@ def _set_scripted_buffers(part: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 
 def _content(container: Any) -> Any:
-    # Not `dict(container)`, which would make stage 3 of ZeRO gather parameters.
+    # Why not `dict(container)`: with stage 3 of ZeRO, it would gather parameters.
     return dict(container.items()) if isinstance(container, dict) else list(container)
 
 
 def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
-    """Set a container's content and return its previous content; `copies` replaces tensors by their id."""
+    """Set a container's content and return the previous content; `copies` has replacements by tensor id."""
     now = _content(container)
     if not isinstance(container, dict):
         new = [copies.get(id(value), value) for value in content]

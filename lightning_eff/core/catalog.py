@@ -15,14 +15,15 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent.parent
 MULTI_CHOICE_GROUPS = ("callbacks", "monitors", "logger")
-"""Groups from which a run may list several options; each option is a key of the group's dictionary."""
+"""Groups of which a run may use several options. Each option is a key of the group's dictionary."""
 OPTIONAL_GROUPS = ("launch", "experiment")
-"""Single-option groups that a recipe need not list. Experiments are the user's files, composed last."""
+"""Single-option groups that a recipe need not list. Experiments are files of the user, and are composed
+last."""
 LEDGER_FILE = "efficiency.json"
 """File with the efficiency report in a run's folder."""
 RESOLVED = "resolved.yaml"
-"""File in a run's folder with the resolved config that the run was built from, as a recipe without defaults.
-The verbs `export`, `validate`, `test`, `predict` and `generate` build the model from this file."""
+"""File in a run's folder with the run's resolved config. The file is a recipe without a defaults list. The
+verbs `export`, `validate`, `test`, `predict` and `generate` build the model from this file."""
 
 
 CONF, RECIPES, CONSTRAINTS = (
@@ -62,7 +63,7 @@ def began(run: Path) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A recipe (`lm`), an option, or a technique with the name of its module (`callbacks/empty_cache`).
+    """A recipe (`lm`), an option, or a technique, which has its module's name (`callbacks/empty_cache`).
 
     `use` is the argument or command that selects the entry.
     """
@@ -81,7 +82,7 @@ def module_docstring(module: Path) -> str:
 
 
 def verbs() -> dict[str, str]:
-    """Return the summary line of every verb, by name."""
+    """Return the summary line of every verb, by verb name."""
     files = sorted((PACKAGE / "commands").glob("[a-z]*.py"))
     return {file.stem: module_docstring(file).partition("\n")[0] for file in files}
 
@@ -99,7 +100,7 @@ def recipes(folders: Sequence[Path] = ()) -> list[Entry]:
 def options(folders: Sequence[Path] = ()) -> list[Entry]:
     """Return every option of every group, including techniques; options in the user's folders come first."""
     found: list[Entry] = []
-    # A user's folder may have other subfolders, such as hydra/, which are no groups of this package.
+    # A user's folder may have other subfolders, such as hydra/, which are not groups of this package.
     groups = {*OPTIONAL_GROUPS, *(folder.name for folder in CONF.iterdir())}
     files = [file for folder in (*folders, CONF) for file in sorted(folder.glob("*/*.yaml"))]
     for file in (file for file in files if file.parent.name in groups):
@@ -126,7 +127,7 @@ def use_of(option: str) -> str:
 
 @functools.cache
 def techniques_with(attribute: str) -> dict[str, Any]:
-    """Import and return, by technique, the classes whose source defines an attribute or method.
+    """Return, by technique, the classes whose source defines an attribute or method; import only these.
 
     The modules of other techniques are not imported, because some imports take seconds.
     """
@@ -144,7 +145,7 @@ def techniques_with(attribute: str) -> dict[str, Any]:
 
 
 def yaml_header(file: Path) -> str:
-    """Return the first comment of a YAML file that is not a Hydra directive."""
+    """Return a YAML file's first comment that is not a Hydra directive."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith("# @package"):
             return line[2:]
@@ -167,14 +168,14 @@ def parameter_keys() -> list[str]:
     keys: list[str] = []
     for entry in options():
         group, _, name = entry.name.partition("/")
-        # A group with one option has no key for the option: `optimizer.lr`, but `callbacks.micro_batch.keep`.
+        # A single-option group has no key for its option: `optimizer.lr`, but `callbacks.micro_batch.keep`.
         path = f"{group}.{name}" if group in MULTI_CHOICE_GROUPS else group
         keys += [f"{path}.{key}" for key, _, _ in yaml_parameters(CONF / group / f"{name}.yaml")]
     return sorted(set(keys))
 
 
 def entry_details(entry: Entry, folders: Sequence[Path] = ()) -> dict[str, Any]:
-    """Return name, kind, summary, full text and parameters of an entry, in plain types."""
+    """Return name, kind, summary, full text and parameters of an entry as plain types."""
     # The user may have replaced a recipe or an option of this package.
     files = (folder / f"{entry.name}.yaml" for folder in (*folders, RECIPES, CONF))
     file = next(file for file in files if file.is_file())

@@ -1,17 +1,18 @@
 """The stamp in a checkpoint: the classes of the optimizers, and the states of this package's callbacks.
 
 The rest of a checkpoint does not depend on the techniques, so a run may resume it with other techniques. The
-stamp has its own key in the checkpoint, which stock Lightning ignores. The state of another optimizer class
-is rejected before it is loaded, because Lightning would load the entries that happen to match.
+stamp has its own key in the checkpoint, and stock Lightning ignores this key. If another optimizer class
+saved a state, the state is rejected before loading. Without this check, Lightning would load the entries that
+happen to match.
 
-The stamp also contains the states of this package's callbacks. Among the states of Lightning's callbacks,
-such a state would cause a warning in a Trainer without this callback.
+The stamp also contains the states of this package's callbacks. If such a state were stored among the states
+of Lightning's callbacks, a Trainer without this callback would warn.
 
 If `max_steps` ends a run in the middle of an epoch, Lightning 2.6 saves the epoch as complete. A resumed run
 would skip the rest of that epoch and, with a stateful loader, the start of the next epoch. If `max_steps`
 ends a run at the end of an epoch, the resumed run would draw one batch of the next epoch and skip the rest.
-So a checkpoint at `max_steps` is loaded as if `every_n_train_steps` had saved it after the last batch, since
-Lightning resumes correctly from such a checkpoint.
+So this module loads a checkpoint at `max_steps` as if `every_n_train_steps` had saved it after the last
+batch. Lightning resumes correctly from such a checkpoint.
 
 Why not a separate callback: its empty hooks would cost microseconds per step, and a plain Trainer with a
 single technique would write no stamp. Instead, each callback uses `save_stamp` and `load_stamp` as its hooks.
@@ -38,7 +39,7 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Keys that schedulers write into parameter groups and read back."""
 MAX_CHARACTERS = 60
-"""Number of characters of a saved class name that a message shows."""
+"""Messages show at most this many characters of a saved class name."""
 
 
 def save_stamp(
@@ -57,8 +58,8 @@ def save_stamp(
 def state_layout(optimizer: Any) -> str:
     """Return the name of the class that defines the layout of an optimizer's state.
 
-    The argument may be an optimizer or its class. The state of a wrapper has the layout of its inner
-    optimizer, whose class is the wrapper's attribute `kind_behind`.
+    The argument may be an optimizer or its class. A wrapper's state has the layout of its inner optimizer.
+    The wrapper's attribute `kind_behind` is the class of the inner optimizer.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     kind = getattr(optimizer, "kind_behind", None) or kind
@@ -78,7 +79,8 @@ def load_stamp(
         checkpoint["callbacks"].setdefault(self.state_key, state)
     for saver in trainer.checkpoint_callbacks:
         if isinstance(saver, ModelCheckpoint) and saver._every_n_train_steps:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            # Lightning 2.6 forgets the last saved step, and would save it again within the next window.
+            # Lightning 2.6 forgets the last saved step, and would save it again before the next optimizer
+            # step.
             saver._last_global_step_saved = checkpoint["global_step"]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     check_on_restore(trainer)
 
@@ -86,8 +88,8 @@ def load_stamp(
 def check_on_restore(trainer: pl.Trainer) -> None:
     """Make the Trainer check optimizers and weights right before it loads optimizer states.
 
-    The check raises a ConfigError if a state is from another optimizer class, and a CheckpointError if
-    trained weights are not finite. Several calls of this function add a single check.
+    The check raises a ConfigError if another optimizer class saved a state, and a CheckpointError if trained
+    weights are not finite. Several calls of this function add a single check.
     """
     strategy = trainer.strategy
     if trainer.state.fn != TrainerFn.FITTING or "load_optimizer_state_dict" in vars(strategy):
@@ -126,9 +128,10 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
     """Check the number of saved optimizer states, and the classes of the optimizers that saved them.
 
     Lightning 2.6 ignores extra optimizer states, and torch loads a state that another optimizer class saved.
-    By itself, torch rejects only a state with other parameter groups or another number of parameters. A
-    checkpoint of stock Lightning has no `names`: there the options of the parameter groups distinguish the
-    classes. A newer release of an optimizer only adds options.
+    By itself, torch rejects only a state with different parameter groups or a different number of parameters.
+    A checkpoint of stock Lightning contains no class names, so `names` is None. In that case, a saved
+    parameter group with both a missing and an extra option reveals a different class. A newer release of the
+    same optimizer only adds options.
 
     Raises:
         ConfigError: The number of states or an optimizer's class differs.
@@ -136,6 +139,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
     if states and len(states) != len(optimizers):
         now, before = (f"{n} optimizer{'s' if n != 1 else ''}" for n in (len(optimizers), len(states)))
         raise _mismatch(now, f"{before}, as in the checkpoint")
+    # A file may contain any object as `names`; use it only if it fits the states.
     has_names = isinstance(names, list) and len(names) == len(states)
     for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         own = state_layout(optimizer)
@@ -146,7 +150,7 @@ def check_optimizers(optimizers: Sequence[Any], states: Sequence[Any], *, names:
 
 
 def _other_class(optimizer: Any, state: Any) -> str:
-    """Describe the class that saved a state, if its options show that it is not this optimizer's class."""
+    """If a state's options show that another optimizer class saved the state, describe that class."""
     groups: Any = nested_dict(state).get("param_groups") or ()
     for group, options in zip(optimizer.param_groups, groups, strict=False):
         missing = [key for key in optimizer.defaults if key not in options]
@@ -163,10 +167,11 @@ def _mismatch(value: str, expected: str) -> ConfigError:
 
 
 def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
-    """Count skipped batches as trained batches in a checkpoint's progress; a second call changes nothing.
+    """In a checkpoint's progress, count skipped batches as trained batches; a second call changes nothing.
 
     In Lightning 2.6, a batch of None is not counted as started, and a batch that `on_train_batch_start`
-    rejects is not counted as completed. A checkpoint with such counts seems to be saved during a batch.
+    rejects is not counted as completed. A checkpoint with such counts seems to have been saved during a
+    batch.
     """
     loop = nested_dict(checkpoint, "loops", "fit_loop")
     epoch = nested_dict(loop, "epoch_progress", "total")
@@ -179,12 +184,13 @@ def count_untrained_batches(checkpoint: Mapping[str, Any]) -> None:
         current["started"] = current["ready"]
         if epoch["processed"] == epoch["started"]:
             current["completed"] = current["ready"]
-    # All batches of earlier epochs (`ready` of total minus current) count; add the counts of this epoch.
+    # Total `ready` minus current `ready` is the number of batches of earlier epochs, which all count as
+    # trained.
     total |= {key: total["ready"] - current["ready"] + current[key] for key in keys}
 
 
 def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Mark an epoch that `max_steps` ended as still running; a second call changes nothing.
+    """If `max_steps` ended an epoch, mark the epoch as still running; a second call changes nothing.
 
     The state of the loops in `checkpoint` is changed in place; entries of unexpected types are left
     unchanged.

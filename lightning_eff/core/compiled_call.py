@@ -1,4 +1,4 @@
-"""A compiled forward or method of a module, which can be copied and saved with the module.
+"""A compiled method of a module, usually `forward`; the module can still be copied and saved.
 
 `callbacks/torch_compile` uses this class. Why not `nn.Module.compile()`: it silently does nothing for modules
 of PyTorch's own classes, such as `TransformerEncoderLayer`. `nn.Module.compile()` would also compile hooks,
@@ -39,7 +39,7 @@ class CompiledCall:
 def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """Return, by name, a module's instance attributes that call the compiler; empty for a plain module."""
     found = {name: value for name, value in vars(module).items() if isinstance(value, CompiledCall)}
-    if vars(module).get("_compiled_call_impl") is not None:  # private in torch 2.13: nn.Module.compile
+    if vars(module).get("_compiled_call_impl") is not None:  # nn.Module.compile (private in torch 2.13)
         found["_compiled_call_impl"] = vars(module)["_compiled_call_impl"]
     if "_orig_mod" in dict(module.named_children()):  # torch.compile(module)
         found["forward"] = vars(module)["forward"]
@@ -47,7 +47,7 @@ def compiled_attributes(module: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module or submodule is compiled, also by `nn.Module.compile` or `torch.compile`.
+    """Return whether this package, `nn.Module.compile` or `torch.compile` compiled a module or submodule.
 
     Example:
         >>> is_compiled(nn.Linear(1, 1))

@@ -1,8 +1,8 @@
 """Observe or replace a run's training loader; every technique that does so uses this module.
 
 Lightning creates and prepares the loaders as soon as it needs the number of steps, possibly in
-`configure_optimizers`. The loader that the strategy has prepared passes through all transforms, ordered by
-position and then by time of addition.
+`configure_optimizers`. After the strategy has prepared a loader, all transforms are applied. They are ordered
+by position, and then by time of addition.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def add_loader_transform(
     Args:
         trainer: The Trainer whose strategy prepares loaders.
         transform: Function that receives the loader, and returns this loader or a replacement.
-        position: Place among all transforms: -1 is applied first, 1 is applied last. Transforms with equal
+        position: Position among all transforms: -1 is applied first, 1 is applied last. Transforms with equal
             positions are applied in the order of addition.
 
     Returns:
@@ -94,11 +94,11 @@ def add_loader_transform(
 
 
 def restore_loader_state(trainer: pl.Trainer) -> None:
-    """Restore stateful loaders to the positions saved in a checkpoint, when a run starts.
+    """When a run starts, restore stateful loaders to the positions that a checkpoint contains.
 
     Lightning 2.6 restores loaders when it creates them. But if a learning-rate schedule needs the number of
     steps (`estimated_stepping_batches`), Lightning creates the loaders before it reads the checkpoint.
-    Lightning never restores such loaders, and the run would start its epoch again.
+    Lightning never restores such loaders, so the run would repeat its epoch from the start.
     """
     fit_loop: Any = trainer.fit_loop
     if fit_loop._combined_loader_states_to_load:  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Find the dtypes that a device computes natively, and cast modules without their complex tensors."""
+"""Find the dtypes that a device computes natively, and cast modules except their complex tensors."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ OUT_OF_MEMORY = (
 )
 """Lower-case texts in the OOM errors of backends that have no exception class for OOM."""
 MAX_VALUE_CHARACTERS = 300
-"""Number of characters of a value that a message shows."""
+"""Messages show at most this many characters of a value."""
 
 _in_recipe: ContextVar[bool] = ContextVar("_in_recipe", default=False)
 
@@ -55,7 +55,7 @@ class Remedy:
 
     Args:
         override: One or more overrides to paste into a command.
-        python: Python code of the same change in a script.
+        python: Python code that makes the same change in a script.
 
     Example:
         >>> remedy = Remedy("callbacks.micro_batch.micro_batch_size=4", "MicroBatch(micro_batch_size=4)")
@@ -132,7 +132,7 @@ class ConfigError(ValueError):
         self.value = value
         self.allowed = allowed
         self.remedies = tuple(remedies)
-        # An error without a key is about a text, which needs no quotes.
+        # An error without a key has a text as its value, which is shown without quotes.
         shown = repr(value) if key else str(value)
         shown = shown if len(shown) <= MAX_VALUE_CHARACTERS else f"{shown[:MAX_VALUE_CHARACTERS]}..."
         setting = f"{key}={shown}" if key else shown
@@ -151,7 +151,7 @@ class ConfigError(ValueError):
 
 
 def _restored(kind: type[Any], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
-    # `__init__` has other parameters than the text in `args`.
+    # `args` contains only the text, whereas `__init__` has other parameters.
     error: Any = kind.__new__(kind, *args)
     vars(error).update(attributes)
     return error
@@ -224,7 +224,7 @@ class NoEffectWarning(UserWarning):
 
 
 class LittleReachedWarning(NoEffectWarning):
-    """A technique affects no module of the model, or very few; issued before the run and by `plan`."""
+    """A technique affects very few modules or none; the warning is issued before the run and by `plan`."""
 
 
 class ConflictWarning(UserWarning):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
-    """Return the names of tensors with NaNs or infinities; of a sharded tensor, check only this rank's shard.
+    """Return the names of tensors with NaNs or infinities; only this rank's shard of a tensor is checked.
 
     Scalars are skipped, since a statistic such as the lowest loss starts as infinity. Values that are not
     tensors, and tensors with a custom format, are skipped too.
@@ -36,7 +36,7 @@ def nonfinite(tensors: Mapping[Any, Any]) -> set[Any]:
             continue
         local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
         is_float = local.is_floating_point() and local.itemsize > 1  # float8 has no minimum
-        # Unlike `isfinite`, minimum and maximum need no memory; both are NaN if an element is NaN.
+        # Unlike `isfinite`, `aminmax` allocates only two scalars; both are NaN if an element is NaN.
         if is_float and local.dim() and local.numel() and not torch.stack(local.aminmax()).isfinite().all():
             found.add(name)
     return found

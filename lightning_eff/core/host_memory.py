@@ -26,7 +26,7 @@ class HostMemoryLimit:
 
 
 def host_memory_limit(root: Path = ROOT) -> HostMemoryLimit:
-    """Return the limit that leaves the least free memory; `root` is the folder of `proc` and `sys`.
+    """Return the limit that leaves the least free memory; the folder `root` contains `proc` and `sys`.
 
     Example:
         >>> host_memory_limit().num_bytes <= installed_bytes()

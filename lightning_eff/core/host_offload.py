@@ -7,12 +7,14 @@ block in the backward pass. These rules keep the copies correct on two streams:
 - Each stream waits for the other stream's work through events. The memory of a copy is kept until the main
   stream has waited for the copy. `record_stream` is not used, because it frees memory at an unknown time. At
   most two copies are in flight.
-- `current_stream` is called outside of `with torch.cuda.stream(...)`, where it would return the copy stream.
-- torch allocates the pinned memory and caches freed blocks. Only the first step allocates pinned memory,
-  which synchronizes the device. Later steps reuse a block of memory after its copies have finished.
+- `current_stream` is called before `with torch.cuda.stream(...)` is entered, because inside the context it
+  would return the copy stream.
+- torch allocates the pinned memory and caches freed blocks. Only the first step allocates pinned memory; each
+  such allocation synchronizes the device. Later steps reuse a block of memory after its copies have finished.
 
 The order of waits is tested with a mock of CUDA's streams. On an H100 the copies did not overlap, and a run
-took 3 times the time of recomputation alone. On a CPU, offloading makes plain copies, which save no memory.
+took 3 times as long as with recomputation alone. On a CPU, offloading makes plain copies, which save no
+memory.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from torch import Tensor
 STREAMED = ("cuda",)
 """Types of devices whose copies run on a separate stream."""
 MAX_IN_FLIGHT = 2
-"""Largest number of copies in flight: copies for which the main stream has not waited yet."""
+"""Largest number of copies in flight. A copy is in flight until the main stream has waited for it."""
 
 
 @dataclass(eq=False)
 class _OnHost:
-    """A tensor on the host, and its copy on the device from the start of the copy until `unpack`."""
+    """A tensor that was moved to the host, and its copy back on the device, if that copy has started."""
 
     host: Tensor
     device: torch.device
@@ -46,7 +48,8 @@ class CopyStream:
     """Copies tensors between a device and pinned memory, on a stream with at most two copies in flight.
 
     Raises:
-        RuntimeError: A tensor was changed in place during its copy, which autograd cannot detect here.
+        RuntimeError: A tensor was changed in place while it was copied. Autograd cannot detect such a change
+            here.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,7 +95,8 @@ class HostOffload:
     """Moves autograd's saved tensors to the host, and back to the device in reverse order."""
 
     observers: ClassVar[list[Callable[[Tensor], object]]] = []
-    """Functions to call with every tensor on the host, so that forecasts do not count it as device memory."""
+    """Functions to call with every tensor on the host, so that forecasts do not count the tensor as device
+    memory."""
 
     moved_bytes: int = field(default=0, init=False)
     _waiting: list[weakref.ref[_OnHost]] = field(default_factory=list, init=False)
@@ -133,7 +137,7 @@ class HostOffload:
         return back
 
     def _fetch(self, packed: _OnHost) -> tuple[Tensor, Any]:
-        """Start copying a tensor to the device, unless the copy was started before; do not wait for it."""
+        """Start copying a tensor to the device if the copy has not started; do not wait for the copy."""
         if packed.back is None and self._stream is not None:
             packed.back = self._stream.to_device(packed.host)
         elif packed.back is None:

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from typing import cast
 
 REPORTS = logging.getLogger("lightning.pytorch.report")
-"""Logger of run reports, below Lightning's logger. A record has the report's text and the page's path."""
+"""Logger of run reports, below Lightning's logger. A record contains the text of the report and the path of
+its page."""
 IGNORED_MESSAGES = {
-    # torchao 0.18.0 fails to load binaries for other GPUs and Python versions, which this package never calls
+    # torchao 0.18.0 fails to load binaries for other GPUs and Python versions; none is used by this package
     "torchao": r"Failed to load .+\.so: ",
     # torch 2.13.0 warns about a call by torchao 0.18.0.
     "torch.utils._pytree": r"<enum '\w+'> is an Enum subclass and is now natively supported",

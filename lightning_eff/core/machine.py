@@ -56,13 +56,13 @@ def device_name(device: torch.device) -> str:
 
 
 def machine_facts(device_type: str) -> dict[str, str]:
-    """Return the machine's facts that rules may mention; a dictionary maps each fact to its description."""
+    """Return the facts of this machine that rules may mention, each with its description."""
     compiler = find_compiler(device_type)
     facts = {"machine/compiler": f"the compiler {compiler}"} if compiler else {}
     for name in ("bfloat16", "float16"):
         if not dtype_support(device_type, getattr(torch, name)).native:
             facts[f"machine/emulated_{name}"] = f"{name} that is emulated on this {device_type}"
-    # ROCm's devices have the type cuda too, but other capabilities.
+    # ROCm devices also have the type `cuda`, but number their capabilities differently.
     if device_type == "cuda" and not torch.version.hip:
         major, minor = torch.cuda.get_device_capability()
         facts |= gpu_facts(major * 10 + minor)
@@ -70,7 +70,7 @@ def machine_facts(device_type: str) -> dict[str, str]:
 
 
 def gpu_facts(capability: int) -> dict[str, str]:
-    """Return a GPU's facts that rules may mention, from its compute capability times ten.
+    """Return the facts of a GPU that rules may mention; `capability` is the compute capability times ten.
 
     Example:
         >>> gpu_facts(80), gpu_facts(90)

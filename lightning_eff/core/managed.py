@@ -158,7 +158,8 @@ class Tiling(Managed):
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
         self._tiled |= new
-        # When `configure_model` runs again, no module is new, but the modules of the first run count.
+        # When `configure_model` runs again, no module is new, but the modules that the first run tiled still
+        # count.
         if not self._tiled:
             text = f"{type(self).__name__} had no effect: {self.outcome().did}{self.hint_if_none}"
             warnings.warn(text, NoEffectWarning, stacklevel=2)

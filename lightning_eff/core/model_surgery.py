@@ -1,8 +1,8 @@
-"""Change a model in a fixed order, after `configure_model` and before a checkpoint is restored.
+"""Apply changes to a model in a fixed order, after `configure_model` and before a checkpoint is restored.
 
 Techniques that change a model call `queue`. Lightning has no hook between `configure_model` and the restore
 of a checkpoint. So the first call of `queue` in a run replaces the module's `configure_model`. The
-replacement runs the original method and then all queued changes, in the order of stages, not of callbacks.
+replacement runs the original method and then all queued changes, ordered by stage and not by callback.
 Lightning calls `configure_model` for every stage of a run (fit, validate, test), so a change must do nothing
 when it runs again.
 
@@ -33,7 +33,7 @@ BlockSelector = str | Collection[str | type[nn.Module]] | Callable[[str, nn.Modu
 """Class names, patterns of module names, classes, or a predicate; None selects the repeated blocks."""
 
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Attributes of a module (torch 2.13) that hold its hooks."""
+"""Attributes in which a module stores its hooks (torch 2.13)."""
 RUNNERS = ("deepspeed.", "lightning_eff.", "torch.distributed.")
 """Packages whose hooks do not use the values of a module's inputs and outputs."""
 
@@ -56,7 +56,7 @@ class Stage(IntEnum):
 
 @runtime_checkable
 class StagedPlugin(Protocol):
-    """A precision plugin that changes layers at a stage, since `convert_module` runs too late."""
+    """A precision plugin that changes layers at a `Stage`, since `convert_module` is called too late."""
 
     stage: Stage
     apply: ModelChange
@@ -72,7 +72,7 @@ class CastsFrozen(Protocol):
 
 @runtime_checkable
 class AddsAdapters(Protocol):
-    """A callback that adds adapters; a protocol avoids importing its class and PEFT, which takes seconds."""
+    """A callback that adds adapters. This protocol avoids importing PEFT, which takes seconds."""
 
     def changes(self, *, base: bool = True) -> list[tuple[Stage, ModelChange]]:
         """Return the callback's changes; with `base=False`, the base model's weights are not loaded."""
@@ -134,7 +134,7 @@ class _ConfigureModelPatch:
         apply(self.module, self.changes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _ConfigureModelPatch:
-        """Copy the patch and its module (weight averaging does), but not the Trainer and its callbacks."""
+        """Copy the patch and its module, for weight averaging; share the Trainer and its callbacks."""
         # Register the twin before the module is copied, since the module refers to the patch.
         twin = memo[id(self)] = copy.copy(self)
         twin.module = copy.deepcopy(self.module, memo)
@@ -167,7 +167,7 @@ def queue(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage, change:
 
 def is_foreign(hook: Any) -> bool:
     """Return whether a hook may use its module's inputs or outputs: hooks from `RUNNERS` do not."""
-    # A partial has the module `functools`; the function inside shows the origin.
+    # The `__module__` of a partial is `functools`; the inner function shows the origin.
     while isinstance(hook, functools.partial):
         hook = hook.func
     return not str(getattr(hook, "__module__", "")).startswith(RUNNERS)
@@ -183,7 +183,7 @@ def restore(module: pl.LightningModule) -> None:
 
 
 def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> list[int]:
-    """Apply changes to a model at once, in the order of the stages, for Fabric or a custom training loop.
+    """Apply changes to a model immediately, in the order of the stages, for Fabric or a custom training loop.
 
     Args:
         model: The model, before its optimizer is built.
@@ -210,9 +210,9 @@ def apply(model: nn.Module, changes: Iterable[tuple[Stage, ModelChange]]) -> lis
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated layers of a model (its stack of blocks), by name.
 
-    A block is a module with parameters, children and a sibling of its class. A block inside another block is
-    not returned. But in a Swin or a ConvNeXt, whose stages directly hold stacks, the blocks inside the stages
-    are returned. PEFT's modules inside a layer with an adapter are not blocks.
+    A block is a module with parameters, children and a sibling of the same class. A block inside another
+    block is not returned. If the stages of a model directly contain stacks of blocks (Swin, ConvNeXt), the
+    blocks inside the stages are returned. PEFT's modules inside a layer with an adapter are not blocks.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2)
@@ -227,7 +227,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         name, module, has_sibling = pending.pop()
         if module in blocks.values():
             continue  # the model uses this module twice
-        # A module that is a stack, or directly holds a stack, is a stage: select the blocks inside the stage.
+        # A module that is a stack, or directly contains a stack, is a stage, so the blocks inside are
+        # selected.
         if has_sibling and not any(
             isinstance(inner, containers) and _siblings(inner) for inner in (module, *module.children())
         ):
@@ -240,7 +241,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 ADAPTER = "adapter_layer_names"
-"""Attribute that identifies PEFT's BaseTunerLayer, since importing PEFT for `isinstance` takes seconds."""
+"""Attribute that identifies PEFT's BaseTunerLayer. `isinstance` would require importing PEFT, which takes
+seconds."""
 
 
 def _siblings(module: nn.Module) -> set[str]:

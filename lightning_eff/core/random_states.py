@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 RandomStates = dict[str, Any]
-"""State of each generator (`torch`, `device`, `python`, `numpy`, other names), in types for a checkpoint."""
+"""State of each generator (`torch`, `device`, `python`, `numpy`, other names), in types that a checkpoint may
+contain."""
 KINDS = (torch.Generator, np.random.Generator)
 """Classes of generators that an object may keep as an attribute."""
 Generators = Mapping[str, torch.Generator | np.random.Generator]
 """A user's own generators, by name."""
 NO_OTHERS: Generators = MappingProxyType({})
 MT19937_BYTES = 625 * 4
-"""Size of NumPy's `mt19937_state`: 624 words of 4 bytes, and the position in them."""
+"""Size of NumPy's `mt19937_state`: 624 words of 4 bytes, and a position of 4 bytes."""
 NumpyState = tuple[bytes, int, int, float]
 """The generator's words and position, whether a normal deviate is cached, and the cached value."""
 

@@ -1,7 +1,7 @@
-"""Check the rules of a set of techniques, before model and data are built and again with more facts.
+"""Check the rules of a set of techniques before model and data are built, and again with more facts.
 
 Each technique states facts about itself (core/technique.py) and never checks for other techniques. This
-module compares the facts of all techniques, Lightning's callbacks and plugins, and the run. The rules are
+module compares facts about the run, all techniques, and Lightning's callbacks and plugins. The rules are
 checked three times: for a Trainer without a model, for a Trainer with its model, and when `fit` starts. A
 fact that is not known yet counts as absent, so rules about the fact apply later. The findings are kept on the
 Trainer, since all techniques need the findings. `Managed.setup`, strategies and plugins call `enforce`;
@@ -155,14 +155,17 @@ LIBRARY_RULES = {
 }
 """Rules about classes of other libraries, such as Lightning's callbacks and plugins or torch's optimizers.
 
-A key names a class with its package, or is a name that a technique provides. The rules about a class apply
-to its subclasses too.
+A key is a class name with its package, or a name that a technique provides. The rules about a class apply to
+its subclasses too.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """A violated rule, and the technique that states the rule; `found` is the excluded object or fact."""
+    """A violated rule, and the technique that states the rule.
+
+    `found` is the excluded object or fact. If a required object or fact is missing, `found` is empty.
+    """
 
     technique: str
     rule: Rule
@@ -278,12 +281,12 @@ def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return a Trainer's callbacks, from an attribute that Lightning 2.6 does not declare."""
+    """Return a Trainer's callbacks; Lightning 2.6 declares no type for this attribute."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def trainer_components(trainer: pl.Trainer) -> list[object]:
-    """Return all objects in a Trainer that may have rules; of an object that is built later, the class."""
+    """Return all objects in a Trainer that may have rules; if an object is built later, return its class."""
     strategy = trainer.strategy
     callbacks = callbacks_of(trainer)
     # `tuple` stands in for a missing method, since `tuple()` is empty.
@@ -317,7 +320,7 @@ def forget_verdict(trainer: pl.Trainer) -> None:
 
 
 def raise_rejected(findings: Iterable[RuleFinding]) -> None:
-    """Raise one error that lists all findings with the verdict `REJECTED`, if there is such a finding.
+    """If any finding has the verdict `REJECTED`, raise one error that lists all such findings.
 
     Raises:
         EnvironmentLacksError: All rejected findings are about requirements that the machine lacks.

@@ -37,7 +37,7 @@ def secret_variables() -> dict[str, str]:
 
 
 def is_secret(key: object, value: object, variables: Mapping[str, str] | None = None) -> bool:
-    """Return whether a string is a secret, because of its key's name or a secret inside the string.
+    """Return whether a string contains the value of a secret, or its key has the name of a secret.
 
     Pass `secret_variables()` as `variables` to read the environment only once for several calls.
 
@@ -112,7 +112,7 @@ def without_secrets(values: Any) -> Any:
 
 
 def hide_secrets(text: str, shown: str = HIDDEN) -> str:
-    """Replace the values of secret variables in a text by `shown`, in which `{}` is the variable's name."""
+    """Replace the values of secret variables in a text by `shown`, where `{}` becomes the variable's name."""
     for value, name in secret_variables().items():
         text = text.replace(value, shown.format(name))
     return text

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 LEAF = "_z3_leaf"
-"""DeepSpeed's mark for a module whose weights stage 3 gathers at once. Ranks may run different code inside
-such a module."""
+"""DeepSpeed's mark for a module whose weights stage 3 gathers all together. Ranks may run different code
+inside such a module."""
 
 
 class GatheredAtOnce:
-    """Makes stage 3 of ZeRO gather the weights of a module and of its submodules at once, until `undo`.
+    """Makes stage 3 of ZeRO gather all weights of a module and its submodules together, until `undo`.
 
     DeepSpeed (0.19) reduces the gradients of a module's weights when the gradient of the module's input is
     known. For an input that requires no gradient, the reduction would come before the module's backward pass.
@@ -94,8 +94,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def unsharded(parameter: Tensor, modifier_rank: int | None = None) -> Any:
     """Return a context in which a stage-3 parameter is gathered on every rank; all ranks must enter it.
 
-    Changes that the rank `modifier_rank` makes are broadcast to all ranks on exit. If `modifier_rank` is
-    None, no rank may change the parameter.
+    Changes that the rank `modifier_rank` makes are broadcast to all ranks when the context ends. If
+    `modifier_rank` is None, no rank may change the parameter.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 

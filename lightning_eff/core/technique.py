@@ -6,11 +6,11 @@ technique, and `outcome()` reports what the technique did. A technique that adds
 to a run (for example an optimizer) returns the object or its class from `components()`. The module
 core/rules.py compares the facts of all techniques of a run.
 
-Three class attributes serve `compare`, `tune` and the planner's advice, so that no other module lists
-techniques (`ways_to_try` collects the attributes). `exact = True` promises the same loss as the plain run, up
-to the order of additions and different random numbers; comparison/judgement.py checks this promise. `lowers`
-names the quantities that the technique reduces: `time`, or categories of memory. `try_as` lists the ways to
-try the technique.
+Three class attributes describe a technique to `compare`, `tune` and the planner's advice. `ways_to_try`
+collects the attributes, so no other module lists techniques. `exact = True` promises the same loss as the
+plain run, up to the order of additions and different random numbers; comparison/judgement.py checks this
+promise. `lowers` names the quantities that the technique reduces: `time`, or categories of memory. `try_as`
+lists the ways to try the technique.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRANSFORM = "transform"
 RECOMPUTE = "recompute"
 """Provided by techniques that recompute a part of the forward pass in the backward pass."""
 MEMORY_BUDGET = "a compiler that keeps a memory budget"
-"""Provided by techniques with which the compiler chooses the activations to keep."""
+"""Provided by techniques that let the compiler choose which activations to store."""
 SCHEDULE = "a learning-rate schedule"
 """Provided by techniques that change the learning rate during a run."""
 NEW_PARAMETERS = "new_parameters"
@@ -49,12 +49,12 @@ SHARDED_CHECKPOINTS = "checkpoints in folders"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The report of a technique about its effect on a run.
+    """The report of a technique on what it did in a run.
 
     Args:
         did: One line for the report, with numbers and units.
         effective: False if the technique changed nothing.
-        numbers: The numbers of `did` for programs; plain types only.
+        numbers: The numbers in `did`, for use by programs; plain types only.
     """
 
     did: str
@@ -72,7 +72,7 @@ class Technique(Protocol):
 
 
 def name_of(technique: object) -> str:
-    """Return the name of a technique or its class: the module in this package, or else the class's name.
+    """Return the name of a technique or its class: its module in this package, else the class's name.
 
     Example:
         >>> from lightning_eff.callbacks.empty_cache import EmptyCache
@@ -85,7 +85,7 @@ def name_of(technique: object) -> str:
 
 
 def config_of(technique: object) -> dict[str, Any]:
-    """Return the constructor's arguments in plain types and without secrets, read from attributes.
+    """Return the constructor's arguments, read from attributes, as plain types and without secrets.
 
     If a base class already uses an attribute `x`, the technique stores its argument `x` as `given_x`.
 
@@ -188,8 +188,8 @@ class Try:
         overrides: Settings in addition to the option. `{part}` stands for a fraction of a device's samples
             per optimizer step, `{global_batch}` for the samples of all devices.
         option: Option to choose, for example `precision/bf16_mixed`; empty for the technique's own option.
-        needs: Facts required for a useful try. A fact is about the run (`run/cuda`), an option that is on, or
-            an operation whose results are held at the peak (`peak/convolution`).
+        needs: Facts required for a useful try. A fact is about the run (`run/cuda`), names an option in use,
+            or names an operation whose results are stored at the memory peak (`peak/convolution`).
         excludes: Facts that make a try useless.
         changes: Effect on the training besides rounding; `tune` skips a way that has such an effect.
         is_advised: Whether the planner's advice may choose this way to make a recipe fit.
@@ -245,7 +245,7 @@ NEEDS_MATRICES = tuple(
     )
     for name in _DEEPSPEED
 )
-"""Rules for optimizers that need the full matrix of a weight for its update."""
+"""Rules for optimizers that need the full matrix of a weight to update the weight."""
 PLACES_STATE = tuple(
     Rule(name=name, reason="the strategy itself places the optimizer state", remedies=(TO_ADAMW,))
     for name in SHARDED

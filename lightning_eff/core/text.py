@@ -84,8 +84,8 @@ def line_width(width: int | None = None) -> int | None:
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None) -> str:
     """Return a plain-text table whose lines fit the terminal, or `width` if there is no terminal.
 
-    Columns are wrapped, widest first, down to their longest word. If the table is still too wide, words are
-    broken.
+    The widest columns are wrapped first. No column becomes narrower than its longest word. If the table is
+    still too wide, words are broken.
 
     Example:
         >>> print(text_table(["name", "n"], [["a/b", "1"], ["long", "two or three"]], width=13))

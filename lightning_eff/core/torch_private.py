@@ -1,4 +1,4 @@
-"""Look up private names of torch on use, and never at import.
+"""Look up private names of torch when a feature uses them, never at import.
 
 If a version of torch lacks a private name, only the feature that needs this name fails, not the package.
 `torch.utils._pytree`, `TorchDispatchMode` and fake tensors are imported directly, because other libraries

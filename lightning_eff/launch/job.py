@@ -33,7 +33,7 @@ WAIT_S = 300.0
 _KEY = "lightning_eff"  # prefix of our keys in torchrun's store
 POLL_S = 0.05
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable, `True` while MASTER_PORT is the port of torchrun's store.
+"""Environment variable; its value is `True` while MASTER_PORT is the port of torchrun's store.
 
 torchrun creates this store before it starts the ranks.
 """
@@ -75,7 +75,7 @@ class Launch:
         if "SLURM_NTASKS" in environment and not is_shell:
             tasks, local = number.get("SLURM_NTASKS"), number.get("SLURM_NTASKS_PER_NODE")
             return cls("slurm", number.get("SLURM_PROCID", 0), tasks, local)
-        # The environment does not have the global rank; this value is 0 only on rank 0.
+        # The environment does not contain the global rank; this value is 0 only on rank 0.
         rank = max(number.get("LOCAL_RANK", 0), number.get("NODE_RANK", 0))
         return cls("lightning" if "LOCAL_RANK" in environment else "", rank)
 
@@ -111,7 +111,7 @@ def num_gpus(trainer: Mapping[str, Any]) -> int:
 
 
 def check_devices(trainer: Mapping[str, Any]) -> None:
-    """Reject more processes than GPUs of this machine; without GPUs, reject more than 4 per CPU core.
+    """Reject more processes than GPUs of this machine; without GPUs, reject more than 4 processes per core.
 
     Example:
         >>> check_devices({"accelerator": "cpu", "devices": 99999})
@@ -161,7 +161,7 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
 
     Raises:
         ConfigError: `PET_NNODES` or `WORLD_SIZE` announces several processes, but torchrun did not start
-            this process; or `NODE_RANK` is set, and `trainer.num_nodes` is not.
+            this process. Or `NODE_RANK` and `MASTER_ADDR` are set, but `trainer.num_nodes` is `auto`.
 
     Example:
         >>> check_machines({"num_nodes": "auto"}, {"PET_NNODES": "2"})
@@ -291,7 +291,8 @@ def shared_run_dir(launch: Launch, folder: Path, *, has_default_name: bool) -> P
     Args:
         launch: The launcher of this process, and the rank that the launcher assigned.
         folder: The folder in this rank's configuration.
-        has_default_name: Whether the folder's name has a timestamp; without it, all ranks have the same name.
+        has_default_name: Whether the folder's name contains a timestamp; otherwise all ranks have the same
+            name.
 
     Raises:
         UsageError: A rank did not answer in time, or the ranks have no store to exchange the folder.

@@ -56,7 +56,7 @@ def run_ranks(
     verb: str = "train",
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """Run a verb in one process per device of this machine, whose index is NODE_RANK.
+    """Run a verb in one process per device of this machine; NODE_RANK is the machine's index.
 
     With several machines, the ranks connect to the address in MASTER_ADDR and MASTER_PORT. With `as_json`,
     the ranks' stdout goes to stderr, because the caller prints JSON on stdout.
@@ -147,7 +147,7 @@ def _forwarded_signals(ranks: Sequence[subprocess.Popen[bytes]]) -> Generator[li
 
 @contextmanager
 def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Handle signals inside the context, except ignored signals (SIGHUP under `nohup`)."""
+    """Handle signals inside the context, except signals that the process ignores (SIGHUP under `nohup`)."""
     is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
     numbers = [signal.Signals[name] for name in names if is_main and hasattr(signal, name)]
     numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
@@ -160,7 +160,7 @@ def handled(names: Sequence[str], handler: Callable[[int, FrameType | None], Non
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Wait until all ranks have ended or one rank has failed; return exit codes, None for a running rank."""
+    """Wait until all ranks have ended or one has failed; return exit codes, with None for a running rank."""
     while None in (codes := [rank.poll() for rank in ranks]):
         if any(code not in (None, 0, *STOPPED) for code in codes):
             break

@@ -11,7 +11,8 @@ workers, which resume from the newest intact checkpoint.
 This file has the settings; ray_driver.py starts the workers, and each worker runs ray_worker.py.
 
 Costs: 15 to 25 s to start Ray and its workers, and the same time at each restart. The packages need 225 MB,
-    without their dependencies (pandas, pyarrow). Reports to Ray wait until they are at least 2 s apart.
+    without their dependencies (pandas, pyarrow). A report to Ray waits until 2 s have passed since the
+    previous report.
 Conflicts: `trainer.devices` other than `auto` or the number of workers. torchrun and SLURM, because only one
     launcher can start the ranks. Machines with different numbers of workers.
 Source: https://docs.ray.io/en/latest/train/train.html (Ray Train V2).
@@ -39,7 +40,8 @@ class Ray:
         gpu: Whether each worker gets a GPU; otherwise the run uses CPUs.
         cpus: Number of CPU cores reserved for each worker, and number of threads of each worker.
         max_failures: Maximum number of restarts after a worker failed or was lost; -1 for no limit.
-        address: Address of a running cluster. With None, RAY_ADDRESS is used; if unset, Ray is started.
+        address: Address of a running cluster. If None, RAY_ADDRESS is used; if RAY_ADDRESS is not set either,
+            Ray is started.
 
     Raises:
         ConfigError: A number is too small, or `workers` is neither one number nor two in ascending order.

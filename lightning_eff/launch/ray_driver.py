@@ -34,7 +34,8 @@ from lightning_eff.launch.ray import Ray
 from lightning_eff.launch.ray_worker import FOLDER, exchanged, work
 
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Size of Ray's object store if Ray is started for this run; the default is 30 % of the machine's memory."""
+"""Size of Ray's object store if Ray is started for this run; Ray's default is 30 % of the machine's
+memory."""
 LOST = {"RayError", "WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError"}
 """Names of Ray's errors for a lost worker; Ray Train does not export these classes."""
 SETTINGS = {
@@ -80,7 +81,7 @@ def run(
         "gpu": options.gpu,
     }
     try:
-        # Set handlers twice: Ray replaces them while it starts, and would lose a KeyboardInterrupt.
+        # Set handlers twice, because Ray replaces them while it starts, and would lose a KeyboardInterrupt.
         with _forwarded(folder) as early, _started(options), _forwarded(folder) as later:
             error = None if early else _fit(options, config, folder, later)
         failure = _failure(error, folder, options.max_failures)
@@ -108,7 +109,7 @@ def _check_installed() -> None:
 
 @contextmanager
 def _started(options: Ray) -> Generator[None]:
-    """Start Ray for this run, or connect to a running cluster; on exit, end Ray's processes or disconnect."""
+    """Start Ray, or connect to a running cluster; when the context ends, end Ray or disconnect."""
     ray: Any = importlib.import_module("ray")
     try:
         _init(options.cluster)
@@ -119,7 +120,7 @@ def _started(options: Ray) -> Generator[None]:
 
 
 def _init(cluster: str) -> None:
-    """Call `ray.init` in the main thread: processes that another thread starts end with that thread."""
+    """Call `ray.init` in the main thread, because a process ends with the thread that started it."""
     ray: Any = importlib.import_module("ray")
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     own = own | {"num_cpus": num_cores()} if cluster == "local" else {}

@@ -1,4 +1,4 @@
-"""Run `train` in a worker of Ray, as in any other rank, with output and errors in files.
+"""Run `train` in a worker of Ray, as in any other rank, and write output and errors to files.
 
 ray_driver.py sends `work` to each worker. The worker sets torchrun's environment variables, so Lightning and
 this package treat the worker as a rank of torchrun. Ray calls `work` in a thread, which receives no signals,
@@ -43,9 +43,9 @@ FOLDER = "ray"
 def exchanged(folder: Path, name: str) -> Path:
     """Return the path of a file that driver and workers exchange in a run's folder.
 
-    `rank0.stdout` and `rank0.stderr` hold rank 0's output, and `rank0.error` holds rank 0's error. `code`
-    holds rank 0's exit code after its end. `stop` holds the signal that the driver has received; before a
-    signal, `stop` is empty.
+    `rank0.stdout` and `rank0.stderr` contain rank 0's output, and `rank0.error` contains rank 0's error.
+    After rank 0 has ended, `code` contains its exit code. `stop` contains the signal that the driver has
+    received; before a signal, `stop` is empty.
     """
     return folder / FOLDER / name
 
@@ -135,7 +135,7 @@ def _run(train: Callable[[Sequence[str]], None], words: Sequence[str], folder: P
 
 
 def check_even(launch: Launch) -> None:
-    """Reject machines with different numbers of workers: Lightning assumes devices x machines ranks."""
+    """Reject machines with different numbers of workers; Lightning assumes equal numbers."""
     if not dist.is_initialized():
         return
     counts: list[int] = [0] * (launch.num_tasks or 1)
@@ -163,8 +163,8 @@ class RayReport(Checkpoint):
     """Reports each checkpoint of the run's `ModelCheckpoint` to Ray, on all ranks at the same step.
 
     The base class `Checkpoint` makes Lightning call `RayReport` after the callbacks that save. The run's
-    folder is Ray's storage, so nothing is copied. Ray keeps the path of the folder, where a restarted run
-    finds the newest intact checkpoint.
+    folder is Ray's storage, so nothing is copied. Ray stores the path of this folder. A restarted run finds
+    the newest intact checkpoint there.
     """
 
     def __init__(self) -> None:

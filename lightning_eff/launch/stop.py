@@ -60,7 +60,8 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
     stop = StopAfterStep() if is_alone else CoordinatedStop(launch.rank)
     callbacks_of(trainer).insert(0, stop)
     try:
-        # Under SLURM, Lightning sets a handler that saves within a step, unless SIGUSR1 has a handler.
+        # Under SLURM, Lightning would set a SIGUSR1 handler that saves in the middle of a step. Lightning
+        # sets no handler if SIGUSR1 already has one.
         with handled(["SIGHUP", "SIGUSR1"], stop.record), _signals_from_file(stop.record):
             yield
     except BaseException as error:
@@ -79,7 +80,7 @@ def ended_together(trainer: pl.Trainer, folder: Path, launch: Launch) -> Generat
 
 @contextmanager
 def _signals_from_file(record: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """If STOP_FILE is set, record the signal in that file, because Ray's workers receive no signals."""
+    """If STOP_FILE is set, read signals from that file, because Ray's workers receive no signals."""
     file, is_over = os.environ.get(STOP_FILE), threading.Event()
 
     def watch(path: Path) -> None:
@@ -159,7 +160,7 @@ class CoordinatedStop(pl.Callback):
     def _agree(self, trainer: pl.Trainer) -> None:
         """Stop if any rank has received a signal, except between the batches of one step."""
         received = torch.tensor([self.received], device=trainer.strategy.root_device)
-        # All ranks call this before every batch. By MAX, SIGTERM (15) overrides SIGINT (2) and SIGHUP (1).
+        # All ranks call this before every batch. With MAX, SIGTERM (15) overrides SIGINT (2) and SIGHUP (1).
         dist.all_reduce(received, op=dist.ReduceOp.MAX)
         number = int(received)
         loop: Any = trainer.fit_loop.epoch_loop

@@ -1,7 +1,8 @@
 """Turn the keys of another tool's file into overrides of a recipe, by the tool's table.
 
 `migrate` uses `Migration`. The functions at the end convert several keys at once, or a key without a plain
-value. A row of the table names such a function and the key's part in it, as in `convert: batches.per_device`.
+value. A row of the table names such a function and the key's entry in `parts`, as in
+`convert: batches.per_device`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Migration:
     folder: Path
     recipe: str = ""
     settings: dict[str, Setting] = field(default_factory=dict[str, Setting])
-    """Overrides by the changed setting; `callbacks.NAME` stands for an option that is added or removed."""
+    """The override of each changed setting; `callbacks.NAME` stands for an option that is added or
+    removed."""
     parts: dict[str, dict[str, Given]] = field(default_factory=dict[str, dict[str, Given]])
     """Values for the conversion functions, by function and part."""
     lacking: list[tuple[Given, str]] = field(default_factory=list[tuple[Given, str]])
@@ -69,10 +71,10 @@ class Migration:
     unknown: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
     batches_per_step: int = 1
-    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the tool's variant
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # defaults of the tool's variant
 
     def add(self, content: Mapping[str, Any], table: Table, prefix: str = "") -> None:
-        """Look up all keys of a file; `prefix` is the key of another file that contains or names the file."""
+        """Look up all keys of a file; another file contains or names this file under the key `prefix`."""
         flat = flatten(content, table)
         order = {key: index for index, key in enumerate(table.rows)}
         left_to_us: list[str] = []
@@ -191,7 +193,7 @@ class Migration:
         return True
 
     def settle(self) -> None:
-        """Convert the parts, choose the recipe, and drop settings that the recipe has or no option reads."""
+        """Convert the parts, choose the recipe, and drop settings that are already set or never read."""
         for convert in CONVERSIONS:
             if parts := self.parts.get(convert.__name__):
                 convert(self, parts)
@@ -248,12 +250,12 @@ def deepspeed(found: Migration, parts: Mapping[str, Given]) -> None:
             found.lack(given, "no such file")
             return
         content = read_file(file)
-    own = {str(key): value for key, value in content.items() if key != "steps_per_print"}  # Trainer's task
+    own = {str(key): value for key, value in content.items() if key != "steps_per_print"}  # Trainer prints
     found.add(own, read_table("deepspeed"), f"{given.key}.")
 
 
 def batches(found: Migration, parts: Mapping[str, Given]) -> None:
-    """Set the batch size, and accumulation by samples per step if known, else by batches per step."""
+    """Set the batch size and the accumulation: samples per step if known, otherwise batches per step."""
     sizes = {part: _whole(found, given) for part, given in parts.items()}
     batch, ranks = sizes.get("per_device"), sizes.get("processes")
     count = sizes.get("accumulation") or 1

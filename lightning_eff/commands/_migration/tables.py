@@ -94,7 +94,7 @@ def read_table(name: str) -> Table:
 
 
 def _rows(section: Mapping[str, Any], templates: Mapping[str, Row]) -> dict[str, Row]:
-    """Return a section's rows by key; in YAML, an entry may name several keys, and several values."""
+    """Return a section's rows by key; in YAML, an entry may name several keys or values."""
     found: dict[str, Row] = {}
     for keys, fields in section.items():
         row = replace(templates.get(fields.get("like", ""), Row()), **fields)
@@ -130,7 +130,7 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted key; a mapping stays one value if it has a row and its keys have none.
+    """Return values by dotted key; a mapping with a row stays one value if its keys have no rows.
 
     A class of LightningCLI in the `trainer` section becomes part of the key.
 
@@ -141,7 +141,8 @@ def flatten(content: Mapping[str, Any], table: Table, prefix: str = "") -> dict[
     """
     rows, found = table.rows, dict[str, Any]()
     for name, value in content.items():
-        # A dot inside a key of the file is no nesting. Such a key is quoted, so that the key matches no row.
+        # A dot inside a key of the file does not mean nesting. Such a key is quoted, so that the key matches
+        # no row.
         key = f"{prefix}{name!r}" if prefix and "." in str(name) else f"{prefix}{name}"
         entries: list[Any] = value if isinstance(value, list) else [value]
         is_section = key not in rows or f"{key}.*" in rows
@@ -197,7 +198,7 @@ def filled(template: str, value: Any, key: str = "") -> str:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number from a number or a string, or None."""
+    """Return a number, or a string that contains a number, as a finite number; otherwise None."""
     # In Python True is an int, and float() accepts "nan" and "1_000".
     if isinstance(value, bool) or not _NUMBER.fullmatch(str(value).strip()):
         return None
@@ -209,7 +210,7 @@ def written(value: Any) -> str:
     """Return a value in the grammar of overrides; a string that contains a number becomes a number.
 
     Raises:
-        ValueError: Hydra or a shell would read another value.
+        ValueError: Hydra or a shell would read a different value.
 
     Example:
         >>> written("5e-5"), written([0.9, None]), written(True), written({"r": 8}), written(["a b"])

@@ -1,10 +1,10 @@
 """Build a module's `configure_optimizers` from an optimizer and a schedule.
 
-`callbacks/optimizer_choice` calls `configure`; through this callback, run.py builds a recipe's `optimizer`
-and `scheduler` groups. Norms and biases get no weight decay. Hidden matrices are marked for optimizers that
-treat them differently. If the module's own optimizer is replaced, its parameter groups are kept, with each
-group's fraction of the learning rate. The module's own schedule cannot be kept, because a scheduler is bound
-to its optimizer and holds per-group lists and other schedulers.
+`callbacks/optimizer_choice` calls `configure`; through this callback, run.py applies the groups `optimizer`
+and `scheduler` of a recipe. Norms and biases get no weight decay. Hidden matrices are marked for optimizers
+that treat them differently. If the module's own optimizer is replaced, its parameter groups are kept, with
+each group's fraction of the learning rate. The module's own schedule cannot be kept, because a scheduler is
+bound to its optimizer, and contains lists per group and other schedulers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def build(
     hidden = hidden_matrices(module, keywords.get("rest")) if needs_hidden else None
     decays = bool(keywords.get("weight_decay", decay))
     groups = parameter_groups(module, decays=decays, hidden=hidden, own=own)
-    # No optimizer accepts `lr_fraction` as an option: remove it here, and apply it to the rates below.
+    # No optimizer accepts `lr_fraction` as an option, so it is removed here and applied to the rates below.
     popped = [(group.pop("lr_fraction", None), group["params"]) for group in groups]
     fraction_of = {parameter: fraction for fraction, parameters in popped for parameter in parameters}
     built = optimizer(groups)
@@ -88,9 +88,10 @@ def configure(
     Args:
         module: The module whose `configure_optimizers` is replaced.
         optimizer: Function of parameter groups, for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        scheduler: Function of the optimizer; the schedule is stepped after each optimizer step. A keyword
-            `total_steps` of None is replaced by the Trainer's number of steps. None and "none" keep a
-            constant rate; unlike None, "none" may replace the module's own schedule.
+        scheduler: Function of the optimizer; the schedule is stepped after each optimizer step. If the
+            keyword `total_steps` of the function is None, the Trainer's number of steps is passed. If
+            `scheduler` is None or "none", the rate stays constant; only "none" may replace the module's own
+            schedule.
         own_method: The module's own `configure_optimizers`, whose parameter groups are kept.
 
     Raises:
@@ -140,7 +141,7 @@ def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
         kept = {"params": group["params"]}
         if base and rate != base:
             kept["lr_fraction"] = rate / base
-        if own.defaults.get("weight_decay"):  # with a default of 0.0, a group's 0.0 excludes no parameter
+        if own.defaults.get("weight_decay"):  # else a group's 0.0 excludes no parameter
             kept["weight_decay"] = group.get("weight_decay")
         groups.append(kept)
     return groups
@@ -158,7 +159,7 @@ def parameter_groups(
     Args:
         module: Module whose trainable parameters are split; a shared parameter is counted once.
         decays: Whether the optimizer has a weight decay.
-        hidden: Parameters to mark with `hidden: True`; other parameters get `hidden: False`. With None, no
+        hidden: Parameters to mark with `hidden: True`; other parameters get `hidden: False`. If None, no
             parameter is marked.
         own: Groups of the module's own optimizer, each of which is split; a key `lr_fraction` is kept.
             Parameters outside of all groups are left out. Frozen parameters in a group are kept.
@@ -195,13 +196,13 @@ def parameter_groups(
 def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set[Tensor]:
     """Return the matrices of hidden layers, without embeddings and the output layer.
 
-    Only a 2-D parameter with a name like `weight` or `..._weight` counts as a matrix. A linear layer counts
-    as the output layer if it has as many outputs as the largest embedding has entries. For a model without an
+    Only a 2-D parameter whose own name contains `weight` counts as a matrix. A linear layer counts as the
+    output layer if it has as many outputs as the largest embedding has entries. For a model without an
     embedding, name the output layer in `rest`.
 
     Args:
         module: Module whose parameters are searched.
-        rest: Patterns of names of other parameters that are not hidden, for example of a classifier.
+        rest: Patterns for names of further parameters that are not hidden, for example in a classifier.
 
     Raises:
         ConfigError: A pattern matches no parameter.

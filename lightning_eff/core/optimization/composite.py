@@ -28,7 +28,7 @@ ADAMW = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
 
 @runtime_checkable
 class FreesGradients(Protocol):
-    """An optimizer that uses a gradient as soon as it is ready, and frees the gradient before `step`."""
+    """An optimizer that uses each gradient as soon as the gradient is ready, and frees it before `step`."""
 
     register_gradient_hook: Callable[[Callable[[Tensor, Tensor], None]], RemovableHandle]
     """Register a `hook(parameter, gradient)`, which is called before the optimizer uses a gradient."""
@@ -49,10 +49,10 @@ class PerParameter(WrapperOptimizer):
 
     Args:
         params: Parameters, or parameter groups.
-        optimizer: Function that builds an inner optimizer; None uses `ADAMW`. The function is called once
-            with all groups, to read their options, and once per parameter.
-        copy: Function that returns the tensor to update in place of a parameter; with None, the inner
-            optimizer updates the parameter.
+        optimizer: Function that builds an inner optimizer; if None, `ADAMW` is used. The function is called
+            once with all groups, to read their options, and once per parameter.
+        copy: Function that returns the tensor to update instead of a parameter, for example a host copy; if
+            None, the inner optimizer updates the parameter itself.
         options: Keywords of the inner optimizers that the wrapper sets, for example `lr`.
 
     Raises:
@@ -98,7 +98,7 @@ class PerParameter(WrapperOptimizer):
             # The inner optimizer starts with the options of its group; `step_parameter` updates them later.
             inner: Any = self._factory([group | {"params": [copy]}])
             self._inner[parameter] = inner
-            # Random numbers depend on a parameter's position: use the position among all parameters.
+            # Random numbers depend on a parameter's position, so set the position among all parameters.
             if hasattr(inner, "first_index"):
                 inner.first_index = len(self.copies) - 1
 
@@ -108,7 +108,7 @@ class PerParameter(WrapperOptimizer):
         inner_group = inner.param_groups[0]
         inner_group |= group | {"params": inner_group["params"]}
         inner.step()
-        # Checked after the first step: an optimizer may add counters to its groups only then.
+        # Checked after the first step, because an optimizer may add counters to its groups only then.
         if parameter not in self.state and inner.param_groups[0].keys() != group.keys():
             allowed = "one that keeps its state per parameter; this one keeps counters in its groups"
             raise ConfigError(key="optimizer", value=self.kind_behind.__name__, allowed=allowed)

@@ -1,4 +1,4 @@
-"""Check after the first optimizer step that every trainable parameter got a finite gradient.
+"""Check after the first optimizer step that every trainable parameter had a finite gradient.
 
 `monitors/gradient_check` uses this module. In automatic optimization, `training_step` may return None; then
 the step has no backward pass and no parameter has a gradient. After such a step, the next step is checked.
@@ -41,7 +41,7 @@ class FirstGradients:
         self.unused = [unused] if isinstance(unused, str) else unused
         self._handles: list[RemovableHandle] = []
         self._skips_steps = False
-        self._unchecked: list[str] = []  # parameters of earlier steps in which no parameter had a gradient
+        self._unchecked: list[str] = []  # parameters without a gradient, if no step so far had one
 
     def check_patterns(self, module: nn.Module) -> None:
         """Reject a pattern in `unused` that matches no parameter.
@@ -56,7 +56,7 @@ class FirstGradients:
                 raise ConfigError(key="unused", value=pattern, allowed=allowed)
 
     def watch(self, module: nn.Module, optimizers: Iterable[Any]) -> None:
-        """Check the gradients in the next step of each optimizer; accept Lightning's wrappers too."""
+        """Check the gradients in the next step of each optimizer; Lightning's wrappers are accepted too."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._skips_steps, self._unchecked = getattr(module, "automatic_optimization", False), []
         for wrapped in optimizers:
@@ -64,7 +64,8 @@ class FirstGradients:
             # groups as `whole_groups`.
             full_groups = getattr(wrapped, "whole_groups", None)
             optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
-            # For gradients that are freed before `step` ends. A sum is finite only if all terms are finite.
+            # `sums` replaces gradients that are freed before `step` ends. A sum is finite only if all terms
+            # are finite.
             sums: dict[int, Tensor] = {}
             handles: list[RemovableHandle] = []
             check = partial(self._check, names, full_groups, sums, handles)
