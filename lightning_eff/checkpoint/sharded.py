@@ -8,7 +8,7 @@
 atomic_io.py calls `save` and `verified_index` for strategies that shard parameters. In the index, an outline
 replaces each sharded tensor. An outline is a `meta` tensor, which has a shape and a dtype but no values. The
 rows of a sharded tensor are the rows of all shards, in rank order. Each shard stores a tensor's rows under
-the path where the tensor first appears in the checkpoint. A rank saves its rows without a gather. On loading,
+the path where the tensor first appears in the checkpoint. Ranks save rows without gathering tensors. On load,
 each outline becomes a `LazyShardedTensor`, which reads only the requested rows.
 
 Every file is written by `torch.save`, contains its own SHA-256 (digest.py), appears in one step
@@ -23,8 +23,8 @@ from a token of 16 hexadecimal digits and the number of shards.
 
 Why not torch.distributed.checkpoint: the metadata of its FileSystemWriter is a pickle, which runs code on
 load. torch's HuggingFaceStorageWriter stores only tensors. Neither writer has digests, and neither replaces a
-checkpoint in one step. Why not safetensors: a file with a digest must be written from a full copy in memory,
-or be read again. torch maps its own files just as lazily, and plain values need this index anyway.
+checkpoint in one step. Why not safetensors: to add a digest, the file must be written from a full copy in
+memory, or be read again. torch can map its own files just as lazily, and plain values need an index anyway.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ def new_save(path: Path) -> Generator[str]:
     """Create the folder to save to, and yield the save's token; one process does this for all ranks.
 
     Until the block ends, no clean-up removes shards in the folder. At the end, shards that the index does not
-    name are removed, which are the previous shards, or the new shards of a failed save. If `path` is a link,
+    name are removed: the previous save's shards or, if the save failed, its own shards. If `path` is a link,
     the link is replaced, not its target.
 
     Raises:
@@ -453,7 +453,7 @@ def remove(path: Path) -> None:
 
 
 def clean_up(path: Path) -> list[Path]:
-    """Remove files that no index names, unless a save is running; remove the folder if it is empty then."""
+    """Remove files that no index names, and the folder if it is then empty; do nothing during a save."""
     # List the shards first, then look for locks. A save that began before the listing then still holds its
     # lock, or has already replaced the index.
     shards = _shards_in(path)

@@ -70,9 +70,9 @@ class Sharding(ABC):
         """Return the assumptions behind the computed bytes, one sentence each."""
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Return each weight and its maximum number of elements per device; trained weights are cut jointly."""
+        """Return each weight with its maximum number of elements per device."""
         total = sum(weight.numel for weight in model.trained)
-        # The shards have equal sizes, rounded up to whole elements.
+        # Trained weights are cut as one tensor, into shards of equal size, rounded up to whole elements.
         fraction = -(-total // devices) / max(total, 1)
         return [(weight, weight.numel * fraction) for weight in model.weights]
 

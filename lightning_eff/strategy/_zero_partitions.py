@@ -1,17 +1,17 @@
-"""Read and write full tensors from DeepSpeed's partitions of a model, and count the bytes of partitions.
+"""Read and write full tensors of a model that DeepSpeed has partitioned, and count the partitions' bytes.
 
 In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 a group's parameters are
 concatenated. Each rank has a contiguous slice of the concatenated vector, which may start or end inside a
 parameter. In stage 3 each rank has a slice of each parameter. All slices have the same length, and the last
 rank's slice is padded. Optimizer state with one value per element has the same layout, in separate vectors.
-Weights are read from the float32 vectors, since the model may hold a 16-bit copy.
+Weights are read from the float32 vectors, since the model itself may have only 16-bit copies.
 
 Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they cannot set a stage-3 slice of a
 tensor that does not divide evenly, and they cannot set state before the first step. Only this module uses the
 attributes of DeepSpeed's partitions (0.19.8).
 
-`ZeroMemory` counts bytes per device. The counts deviate from the ZeRO papers, and follow DeepSpeed's source
-(0.19.8: runtime/zero/stage_1_and_2.py, stage3.py and partitioned_param_coordinator.py):
+`ZeroMemory` counts the bytes that DeepSpeed allocates per device (0.19.8: runtime/zero/stage_1_and_2.py,
+stage3.py and partitioned_param_coordinator.py). The counts differ from the ZeRO papers:
 
 - The optimizer keeps a float32 copy of the weights, even if the model's weights are float32.
 - Stage 3 does not shard tensors of at most 100,000 elements.
@@ -66,13 +66,13 @@ class PartitionedState:
         self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a full tensor, read from float32 vectors if trained; all ranks must call this method."""
+        """Return a full tensor, from the float32 vectors if it is trained; all ranks must call this method."""
         if not self._is_trained(tensor):
             return full_tensor(tensor)
         return self._unflatten(tensor, self._partition(tensor))
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
-        """Set a tensor and, if trained, its slice of the float32 vectors; all ranks must call this method."""
+        """Set a tensor and, if it is trained, its float32 slice; all ranks must call this method."""
         if hasattr(tensor, "ds_id"):
             with unsharded(tensor, modifier_rank=0):  # a collective: broadcasts rank 0's change at the end
                 if dist.get_rank() == 0:
@@ -83,7 +83,7 @@ class PartitionedState:
             self._flatten_into(tensor, self._partition(tensor), value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimizer's full state of a parameter; all ranks must call this method."""
+        """Return a parameter's optimizer state as full tensors; all ranks must call this method."""
         zero: Any = self._zero
         state: dict[str, Any] = {}
         if not self._is_trained(parameter):
@@ -97,7 +97,7 @@ class PartitionedState:
         return state
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Set this rank's slice of the optimizer's state of a parameter."""
+        """Load a parameter's optimizer state; each rank sets its own slice."""
         zero: Any = self._zero
         if not (state and self._is_trained(parameter)):
             return
