@@ -453,7 +453,10 @@ def remove(path: Path) -> None:
 
 
 def clean_up(path: Path) -> list[Path]:
-    """Remove files that no index names, and the folder if it is then empty; do nothing during a save."""
+    """Remove and return files that no index names; then remove a folder without an index if it is empty.
+
+    During a save, only temporary files of dead writers are removed.
+    """
     # List the shards first, then look for locks. A save that began before the listing then still holds its
     # lock, or has already replaced the index.
     shards = _shards_in(path)

@@ -1,12 +1,12 @@
 """Judge measured rows against the baseline: ratios, differences of losses, exclusions and the verdict.
 
-Even two measurements of the same training differ. This noise is the larger of two estimates. The first is how
-far the speed ratio of a row without effect is from 1. The second is twice the median spread between rounds,
-because both the row and the baseline vary. A speed ratio within the noise does not count as faster.
+Even two measurements of the same training differ. This noise is estimated twice, and the larger estimate is
+used: the distance between 1 and the speed ratio of a row without effect, and twice the median spread between
+rounds, because both the row and the baseline vary. A speed ratio within the noise does not count as faster.
 
 A technique with `exact = True` promises the loss of the plain run. If a row differs from the baseline by
 exact techniques alone, a different loss excludes the row, however fast it is. If training draws random
-numbers, for example for dropout, no row is excluded for its loss, because most techniques draw other numbers.
+numbers, for example for dropout, no row is excluded for its loss, because most techniques change the numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_eff.comparison.result_table import (
 )
 
 LOSS_RTOL, LOSS_RTOL_16_BITS = 1e-5, 2**-7
-"""Largest loss difference that counts as rounding, as a fraction of the baseline's largest loss. The smallest
-fault to detect in float32 is 1e-3. The tolerance in 16 bits is two units in the last place."""
+"""Largest loss difference that counts as rounding, as a fraction of the baseline's largest loss. In float32,
+faults of 1e-3 or more must be detected. The tolerance in 16 bits is two units in the last place."""
 FAR = 10.0
 """A row diverges if its loss exceeds this many times the baseline's largest loss."""
 SMALLER = 0.97
 """A row counts as needing less memory if its peak is below this fraction of the baseline's peak."""
 SAME_LOSS = 0.02
-"""A technique counts as helpful if it changes the loss by at most this fraction."""
+"""A technique counts as helpful only if it changes the loss by at most this fraction."""
 
 
 def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
@@ -118,7 +118,7 @@ def noise(rows: Sequence[ComparisonRow]) -> float | None:
 
 
 def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the recommendable rows that are faster than the baseline beyond the noise, best first.
+    """Return the rows that can win and are faster than the baseline by more than the noise, best first.
 
     After one round the noise is unknown, so the list is empty.
     """

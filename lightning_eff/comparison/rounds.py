@@ -1,4 +1,4 @@
-"""Run every trial once per round; alternate the order of trials between rounds, against thermal drift."""
+"""Run every trial once per round; reverse the order in every second round, to cancel thermal drift."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrialRounds:
         limit_s: Seconds after which a trial is killed.
         until: Time of the monotonic clock after which no trial starts.
         kept: Folder in which each result is stored as soon as it is known. A trial is not run again for a
-            round whose result this folder contains. With None, no result is stored.
+            round whose result this folder contains. If None, no result is stored.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TrialRounds:
         for number in range(1, num_rounds + 1):
             self.run_round(trials)
             trials = keep(trials)
-            # One round gives no noise, so combinations wait for the second round if there is one.
+            # The noise is unknown after one round, so combinations wait for a second round if there is one.
             if number == min(2, num_rounds):
                 combined = combine()
                 # The combined trials missed these rounds: run them as often as the others.

@@ -88,7 +88,7 @@ class PythonSource(pl.LightningDataModule):
         self.tokenizer: Tokenizer
         """The byte-level BPE of the text; set by `setup`."""
         self.unigram_entropy: float
-        """Validation loss, in nats per token, if tokens are predicted by their frequency: a baseline."""
+        """Baseline: validation loss, in nats per token, of predicting each token by its frequency."""
 
     @override
     def prepare_data(self) -> None:
@@ -211,7 +211,7 @@ def save_whole(content: Mapping[str, Any], file: Path) -> None:
 
 
 def is_undamaged(file: Path) -> bool:
-    """Return whether a cache file exists and its checksums match; a memory map checks no checksums."""
+    """Return whether a cache file exists and its checksums match; a memory-mapped load would not check."""
     try:
         with zipfile.ZipFile(file) as archive:  # the format of `torch.save`
             return archive.testzip() is None

@@ -170,7 +170,7 @@ class AdvisedRecipe:
             if any(map(self.is_on, added)):
                 path = last.partition("=")[0].split(".")
                 size, added = functools.reduce(operator.getitem, path, self.values), []
-            # The size `auto` has already tried smaller micro-batches: nothing is left to halve.
+            # With the size `auto`, the run itself halves micro-batches, so nothing is left to try.
             size = min(size, samples) if isinstance(size, int) else 1
             # size / 2, size / 4, ..., 1.
             for power in range(1, size.bit_length()):

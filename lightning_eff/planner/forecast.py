@@ -235,8 +235,8 @@ def forecast(
         values: Recipe, from `config.compose_recipe`.
         memory: Memory of the device, which need not be present.
         example: Batch to predict with; with None, a batch is loaded from the data.
-        trainer: The run's Trainer, for the checks that `train` makes before data preparation, and for the
-            memory per device on 1 to 1,024 devices. With None, both are skipped.
+        trainer: The run's Trainer, which is needed for the checks that `train` makes before data preparation,
+            and for the table of 1 to 1,024 devices. None skips the checks and the table.
     """
     try:
         with redirect_stdout(sys.stderr):

@@ -54,7 +54,7 @@ class FakeResults:
             out = func(*args, **kwargs)
             # An operation without operands is a factory, whose result depends on the default device.
             is_kept = func.namespace == "aten" and BY_VALUE.isdisjoint(func.tags) and bool(operands)
-            # An empty `out=` tensor is resized, and a recipe would not repeat this.
+            # An empty `out=` tensor is resized, and a recipe would not repeat the resize.
             is_kept &= sizes == [(each.shape, each.untyped_storage().nbytes()) for each in operands]
             self._recipes[found] = is_kept and _recipe_of(out, operands, storages)
             return out

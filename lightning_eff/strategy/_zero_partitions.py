@@ -66,7 +66,7 @@ class PartitionedState:
         self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a full tensor, from the float32 vectors if it is trained; all ranks must call this method."""
+        """Return a full tensor, from float32 vectors if it is trained; all ranks must call this method."""
         if not self._is_trained(tensor):
             return full_tensor(tensor)
         return self._unflatten(tensor, self._partition(tensor))
