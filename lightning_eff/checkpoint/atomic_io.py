@@ -204,7 +204,7 @@ class AtomicFiles(CheckpointIO):
         """Verify a folder and return its checkpoint, whose sharded tensors are read on first use.
 
         All ranks must call this method, and each rank verifies a fraction of the files. The number of ranks
-        may differ from the number of ranks that saved.
+        may differ from the number of ranks that saved the folder.
 
         Raises:
             CheckpointError: A file is damaged or missing; all ranks raise the error.

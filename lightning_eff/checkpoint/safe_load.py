@@ -53,7 +53,7 @@ def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool 
 
 
 HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
-"""Lightning's checkpoint keys for hyperparameters, each with the key for the class of an OmegaConf config."""
+"""Lightning's checkpoint keys of hyperparameters, each with the key of their class, if it is OmegaConf's."""
 TORCH = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
 BASIC: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex, str, bytes)
 CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (

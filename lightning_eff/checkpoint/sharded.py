@@ -153,7 +153,7 @@ def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
 def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
     """Return a copy of nested containers with each tensor replaced by `change(path, tensor)`.
 
-    `path` has the form of subscripts, as in the example. A tensor with several names is changed once, with
+    `path` is written as subscripts, for example `['a'][0]`. A tensor with several names is changed once, with
     the first path, so tied tensors stay tied.
 
     Example:
@@ -468,7 +468,7 @@ def clean_up(path: Path) -> list[Path]:
         try:
             token = read_index(path).token
         except (CheckpointError, OSError):
-            return removed  # keep all shards of a damaged index: the user decides about them
+            return removed  # the user decides about the shards of a damaged index
     for file in shards:
         # A file without a digest was not written by this package, whatever its name is.
         if f"-{token}-" not in file.name and has_digest(file):

@@ -1,8 +1,9 @@
 """Judge measured rows against the baseline: ratios, differences of losses, exclusions and the verdict.
 
 Even two measurements of the same training differ. This noise is estimated twice, and the larger estimate is
-used: the distance between 1 and the speed ratio of a row without effect, and twice the median spread between
-rounds, because both the row and the baseline vary. A speed ratio within the noise does not count as faster.
+used. One estimate is how far the speed ratio of a row without effect is from 1. The other estimate is twice
+the median spread between rounds, because both the row and the baseline vary. A speed ratio within the noise
+does not count as faster.
 
 A technique with `exact = True` promises the loss of the plain run. If a row differs from the baseline by
 exact techniques alone, a different loss excludes the row, however fast it is. If training draws random
@@ -94,7 +95,7 @@ def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:
     if row.loss_difference is None or not math.isfinite(baseline.loss or 0.0):
         return True
     rtol = LOSS_RTOL if baseline.precision.startswith(("32", "64")) else LOSS_RTOL_16_BITS
-    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row is a difference.
+    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row counts as different.
     largest = max(abs(loss) for _, loss in baseline.losses if math.isfinite(loss))
     return abs(row.loss_difference) <= rtol * largest
 
@@ -110,7 +111,8 @@ def noise(rows: Sequence[ComparisonRow]) -> float | None:
     spreads = [spread / rate for rate, spread in rates if spread is not None]
     if not spreads:
         return None
-    # Skip rows that `tune` dropped after one round: the best of the baseline's rounds is faster by chance.
+    # Rows that `tune` dropped after one round are skipped, because the best of several baseline rounds is
+    # faster by chance.
     repeated = [row for row in rows if row.excluded == NO_EFFECT and row.num_rounds > 1]
     without_effect = [row.speed_ratio for row in repeated if row.speed_ratio]
     # Twice the median spread of rounds, or the largest speed difference of a row without effect.

@@ -86,7 +86,7 @@ class TrialRounds:
             # The noise is unknown after one round, so combinations wait for a second round if there is one.
             if number == min(2, num_rounds):
                 combined = combine()
-                # The combined trials missed these rounds: run them as often as the others.
+                # The combined trials missed the earlier rounds, so each trial runs several times now.
                 for _ in range(number):
                     self.run_round(combined)
                 trials = keep([*trials, *combined])
@@ -120,18 +120,18 @@ class TrialRounds:
         if time.monotonic() >= self.until:
             return None
         result = subprocess_trial.run(trial.train, folder=self._folder / named, limit_s=self._limit_s)
-        # Do not store a failure of the baseline: the user may fix the code and resume with equal settings.
+        # A failure of the baseline is not stored, since the user may fix the code and then resume.
         if file is not None and (result.status == MEASURED or trial.name != BASELINE):
             report = {key: result.report[key] for key in KEPT if key in result.report}
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Write under another name, then rename: a sweep that is stopped leaves no half-written result.
+            # The file is renamed when it is complete, so that a stopped sweep leaves no half-written result.
             written = file.with_suffix(".part")
             written.write_text(json.dumps(asdict(replace(result, report=report))), encoding="utf-8")
             written.replace(file)
         return result
 
     def table_rows(self) -> list[ComparisonRow]:
-        """Return the rows so far, compared with the baseline: measured rows, then failed, then not run."""
+        """Return the rows so far, compared with the baseline: first measured, then failed, then not run."""
         rows = [
             summarize_rounds(name, overrides, self.results.get(name, []))
             for name, overrides in self._overrides.items()

@@ -90,7 +90,7 @@ def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change
             continue
         is_on = way.option in on
         if is_on and way.option not in way.needs:
-            # A technique that is on may cost more than it gains here: try without it.
+            # A technique that is on may cost more than it gains here, so a trial without it is added.
             found[f"~{way.option.replace('/', '.')}",] = None
         for parts in (1, *PARTS) if is_on else PARTS:
             if size and on_device % parts:

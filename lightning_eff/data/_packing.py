@@ -40,8 +40,8 @@ class Documents:
     ends: Tensor
     """[D] int64: end of each document in `tokens`."""
     first_target: Tensor
-    """[D] int64: position of each document's first target, without the first token. If a document has no such
-    target, the value is at least the document's length."""
+    """[D] int64: position of the first target in each document, not counting the first token. If there is no
+    such target, the value is at least the document's length."""
     is_chat: Tensor
     """[D] bool: whether the document is a conversation."""
 
@@ -69,7 +69,7 @@ class Pieces:
         # Convert positions in the document to positions in `tokens`.
         begin = (ends - lengths)[document]
         self.pieces: Integers = np.stack([document, begin + start, begin + stop], axis=1)[has_target]
-        """[P, 3]: document of each piece, and its range of `documents.tokens`."""
+        """[P, 3]: document of each piece, and the piece's range in `documents.tokens`."""
         self.num_cut = int((lengths > step).sum())
         self.num_lost_tokens = int(np.maximum(lengths - counts * step, 0).sum())
         self.num_skipped = len(lengths) - len(np.unique(self.pieces[:, 0]))
@@ -136,7 +136,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         is_target[starts if packing is True else 0] = False
         row = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED_TARGET)}
         room = self.source.context_length - len(ids) if packing in (True, "across") else 0
-        if packing is True:  # positions restart at 0 with each document, and with the padding
+        if packing is True:  # positions restart at 0 at each document, and at the padding
             positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
             row["position_ids"] = torch.cat([positions, torch.arange(room)])
         for name, value in (("input_ids", self.pad_id), ("labels", IGNORED_TARGET)):

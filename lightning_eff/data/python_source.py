@@ -102,7 +102,7 @@ class PythonSource(pl.LightningDataModule):
         splits["val"] = list(texts.values())[::every]
         log.info("tokenizing %d texts with %d tokens, cached in %s", len(texts), self.vocab_size, file)
         tokenizer = self._make_tokenizer(splits["train"])
-        tokenizer.encode_special_tokens = True  # a text may contain the separator's name: encode it as text
+        tokenizer.encode_special_tokens = True  # a text may contain the separator's name
         separator = tokenizer.token_to_id("<|file|>")
         cached: dict[str, Any] = {"tokenizer": tokenizer.to_str()}
         for split, chosen in splits.items():

@@ -52,7 +52,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
                 self.size * each for each in (y, x, MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * relative)
             )
             kind = int(torch.randint(len(DISTANCES), (), generator=generator))
-            # Distances are computed just for the pixels around the shape.
+            # Distances are computed only for the pixels around the shape.
             rows, columns = (slice(max(0, int(at - radius)), int(at + radius) + 1) for at in (y, x))
             dy, dx = (pixels[rows, None] - y).abs(), (pixels[columns] - x).abs()
             is_inside = DISTANCES[kind](*torch.broadcast_tensors(dy, dx)) <= radius

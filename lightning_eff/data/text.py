@@ -425,7 +425,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     is_chat: list[bool] = []
-    # In chunks: a call of a fast tokenizer uses all cores, and memory holds the text of a single chunk.
+    # With chunks, a call of a fast tokenizer uses all cores, and memory holds the text of a single chunk.
     for chunk in iter(lambda: list(itertools.islice(documents, CHUNK)), []):
         of_texts = iter(tokenizer.encode_texts([text for text, _ in chunk if isinstance(text, str)]))
         for content, location in chunk:

@@ -268,7 +268,7 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss of targets [B, T] in float32 or wider; 0 if all targets are ignored."""
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
-    # Sum, then divide: the mean of `F.cross_entropy` is NaN if all targets are ignored.
+    # The sum is divided here, because the mean of `F.cross_entropy` is NaN if all targets are ignored.
     total = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )

@@ -1,7 +1,7 @@
 """Any causal language model of Hugging Face transformers, by hub name or local folder.
 
-The architecture must be built into transformers: code next to the weights is never executed, and attention
-kernels are not downloaded. Weights must be safetensors files, because the older formats are pickles. With
+The architecture must be built into transformers, because code next to the weights is never executed, and no
+attention kernels are downloaded. Weights must be safetensors files, because the older formats are pickles. With
 `HF_HUB_OFFLINE=1` nothing uses the network.
 
 The constructor checks the configuration and the names of the files, so a wrong name fails early. Before
@@ -303,7 +303,7 @@ def check_weights(name: str, config: Any) -> None:
     """
     folder = Path(name).expanduser()
     weights = list(folder.glob("*.safetensors"))
-    # Do not read irregular files: a FIFO would wait for a writer, and a device may never end.
+    # Irregular files are not read, because a FIFO would wait for a writer, and a device may never end.
     irregular = [file.name for file in weights if not file.is_file()]
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     problem = ""

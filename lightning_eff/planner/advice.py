@@ -27,7 +27,7 @@ from lightning_eff.report.meter import samples_and_tokens
 from lightning_eff.run import build_trainer
 
 Options = tuple[str, ...]
-"""Overrides of a recipe that switch a technique on, as a user types them."""
+"""Overrides that switch on a technique, written as on the command line."""
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 """Function that composes the recipe with further overrides."""
 TRIED_MICRO_BATCHES = 8

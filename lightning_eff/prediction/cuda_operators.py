@@ -1,4 +1,4 @@
-"""Make operators on fake tensors save the tensors that CUDA operators save, without a GPU.
+"""Make operators on fake tensors save the same tensors as CUDA operators; no GPU is needed.
 
 predict.py and `callbacks/gradient_checkpointing` enter `CudaOperators`. Fake tensors are on a CPU. CPU
 operators and CUDA operators save different tensors for the backward pass. If memory is predicted for CUDA,
@@ -191,7 +191,7 @@ WIDEST = {
 }
 """Operators that compute in the widest dtype of their operands."""
 NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-"""For each overload of norm, the overload with a dtype argument that is called instead."""
+"""Overloads of norm, each with its replacement, which takes a dtype argument."""
 INSIDE = {
     *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "cudnn_convolution", "cudnn_convolution_transpose"),
     *("_scaled_dot_product_flash_attention", "_cudnn_rnn"),

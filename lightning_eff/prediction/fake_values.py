@@ -49,11 +49,11 @@ NORM_WEIGHT_INDEX = {
     aten.native_layer_norm.default: 2,
     aten.native_group_norm.default: 1,
 }
-"""Norms that return a result and two statistics, with the index of the weight in their arguments."""
+"""Norms that return a result and two statistics, each norm with the index of its weight argument."""
 
 
 class FakeValues(InfraMode):
-    """Answers reads of values (`item`, `bool`, ...), because torch's `FakeTensorMode` has no values."""
+    """Returns a value when code reads a fake tensor (`item`, `bool`, ...); `FakeTensorMode` has no values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class Fakes(AbstractContextManager["Fakes"]):
                 del cache[key]
 
     def _uncompiled(self, model: Any = None, **options: Any) -> Any:
-        """Replace `torch.compile`: run the model or function without compiling it."""
+        """Replace `torch.compile`, and run the model or function without compiling it."""
         if model is None:
             return functools.partial(self._uncompiled, **options)
 
@@ -237,7 +237,7 @@ def _deepcopy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - torch's signature
-    """Replace `Module._apply`: keep the parameter objects and change their data, as with real tensors."""
+    """Replace `Module._apply`, to keep the parameter objects and change their data, as with real tensors."""
     for module in self.children() if recurse else ():
         module._apply(fn)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     with torch.no_grad():

@@ -238,7 +238,7 @@ def predict_step(
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
             made = optimizer([p for p in module.parameters() if p.requires_grad])
-            # Two steps: the first one allocates the optimizer's state, the second one has the peak.
+            # The first of two steps allocates the optimizer's state, and the second step has the peak.
             for _ in range(2):
                 fake_batch = fakes.of(batch)
                 probe.begin(fake_batch, module, [made])

@@ -156,7 +156,7 @@ class Observed:
         return [index for index, each in made if each.category == TEMPORARIES and each.phase == STEP]
 
     def owners(self, modules: Collection[str]) -> list[str]:
-        """Return, for each allocation, which of `modules` made the allocation; empty for other modules."""
+        """Return, for each allocation, which of `modules` made the allocation (empty if none of them)."""
 
         @cache
         def owner_of(path: str) -> str:

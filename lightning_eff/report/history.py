@@ -63,7 +63,7 @@ class History:
 
 
 class Validation(History):
-    """History of the validation metrics: all metrics that first appeared during a validation."""
+    """History of the validation metrics, that is, of all metrics that first appeared during a validation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tenso
             yield value
         else:
             inner = [getattr(value, name) for name in flatten()[0]]
-            # Skip a DTensor's mesh, which torch 2.13 also lists: the mesh has a tensor of rank numbers.
+            # Skip a DTensor's mesh (a tensor of rank numbers), which torch 2.13 lists, too.
             yield from tensors_in([each for each in inner if isinstance(each, Tensor)], seen)
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:

@@ -22,7 +22,7 @@ POINTS = 200
 NOUNS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"), "output of") | {
     "_log_softmax": "log-probabilities in", "_to_copy": "cast in", "empty": "workspace in",
 }  # fmt: skip
-"""Words before the module's name in the description of a forward operation's result."""
+"""Description of a forward operation's result, to which the module's name is appended."""
 BACKWARD_NOUNS = {
     "_log_softmax_backward_data": "gradient of the logits in",
     "nll_loss_backward": "gradient of the log-probabilities in",

@@ -43,7 +43,7 @@ class DeviceShare:
     host: float = 0
 
     def device(self, activations: float = 0) -> float:
-        """Return an upper bound of the bytes on the device, including `activations` bytes of activations."""
+        """Return an upper bound of the bytes on the device; `activations` is the size of all activations."""
         total = self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
         # Late bytes reuse the memory of freed activations, so only the larger of both is added.
         return total + max(0, activations - self.late)

@@ -52,7 +52,7 @@ MAX_MODULES = 10
 OUTSIDE = "(outside of modules)"
 """Table row for operations of `training_step` outside of all modules, often the loss."""
 Key = tuple[str, str]
-"""A part of the step, and a module or a kind of operation in this part (empty for all the rest)."""
+"""A part of the step, and a module or a kind of operation; the latter is empty for the rest of the part."""
 _PAUSED: Key = ("", "")
 
 
@@ -261,7 +261,7 @@ class StepTimes:
 
         with ExitStack() as patches:
             patches.callback(setattr, self, "timeline", None)
-            # Patch the instance: its attributes hide the class's methods, and are removed afterwards.
+            # Patch the instance, whose attributes hide the class's methods and are removed afterwards.
             for name, part in METHODS.items():
                 method = getattr(self._strategy, name)
                 patches.enter_context(patch.object(self._strategy, name, timed(method, part)))

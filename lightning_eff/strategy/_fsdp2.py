@@ -193,7 +193,7 @@ def load_checkpoint(
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
     """Return a checkpoint from a file or a folder; from a folder each rank reads only its own rows."""
-    # Do not use the argument `checkpoints`: a run may resume from the other kind of checkpoint.
+    # The argument `checkpoints` is not used, because a run may resume from the other kind of checkpoint.
     if Path(checkpoint_path).expanduser().is_dir():
         ranks = Ranks(self.root_device)
         return folder_io(self).load_shards(checkpoint_path, ranks, weights_only=weights_only)
@@ -255,7 +255,7 @@ class FSDP2Memory(Sharding):
             buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:
-            # A reduce-scatter frees full gradients and creates their shards, so the larger of both counts.
+            # A reduce-scatter frees full gradients and creates their shards, so only the larger size is kept.
             return replace(share, gradients=max(full, share.gradients))
         # Buffers are neither sharded nor offloaded, so they stay on the device.
         host = share.weights - model.buffers_bytes + share.gradients + share.optimizer

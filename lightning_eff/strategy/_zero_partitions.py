@@ -267,9 +267,9 @@ class ZeroMemory(Sharding):
             return self._stage_3(model, share, devices, total, local)
         bucket = self.bucket_for(total)
         buckets = self.num_buckets * bucket * (self.accumulate_itemsize if self.stage == 1 else size)
-        # Add the gradient that is being copied into a bucket: at most the largest gradient.
+        # Add the gradient that is being copied into a bucket, which is at most the largest gradient.
         buckets += (largest := max((weight.numel for weight in model.trained), default=0) * size)
-        # To reduce a full bucket, DeepSpeed flattens its gradients into one more copy.
+        # To reduce a full bucket, DeepSpeed copies the bucket's gradients once more, into a flat tensor.
         flat = min(bucket, total) * self.reduce_itemsize if self.stage == 2 and self.all_reduce else 0
         # If one bucket holds all gradients, it is reduced after the backward pass. Otherwise, buckets are
         # reduced during the backward pass.
