@@ -8,7 +8,7 @@ number of ranks. Adapters, weight averaging and other techniques that read check
 All ranks call these functions, because gathering a tensor is a collective. Tensors are gathered one after
 another, and only rank 0 keeps the full tensors, on the host. strategy/fsdp2.py and strategy/deepspeed_zero.py
 use these functions as their own hooks, and implement `sharded_state`, which returns a `ShardedState`. If the
-`ShardedState` leaves tensors sharded, as for a checkpoint folder, every rank keeps its own shard.
+`ShardedState` does not gather tensors (for a checkpoint folder), every rank keeps its own shard.
 """
 
 from __future__ import annotations

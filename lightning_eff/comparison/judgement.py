@@ -95,7 +95,7 @@ def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:
     if row.loss_difference is None or not math.isfinite(baseline.loss or 0.0):
         return True
     rtol = LOSS_RTOL if baseline.precision.startswith(("32", "64")) else LOSS_RTOL_16_BITS
-    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row counts as different.
+    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row is never equal.
     largest = max(abs(loss) for _, loss in baseline.losses if math.isfinite(loss))
     return abs(row.loss_difference) <= rtol * largest
 

@@ -1,8 +1,8 @@
 """Any causal language model of Hugging Face transformers, by hub name or local folder.
 
 The architecture must be built into transformers, because code next to the weights is never executed, and no
-attention kernels are downloaded. Weights must be safetensors files, because the older formats are pickles. With
-`HF_HUB_OFFLINE=1` nothing uses the network.
+attention kernels are downloaded. Weights must be safetensors files, because the older formats are pickles.
+With `HF_HUB_OFFLINE=1` nothing uses the network.
 
 The constructor checks the configuration and the names of the files, so a wrong name fails early. Before
 techniques change the model, `configure_model` reads the weights to the Trainer's device. If this device is

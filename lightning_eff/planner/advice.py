@@ -210,7 +210,7 @@ def mutually_exclusive(first: str, second: str) -> bool:
         >>> mutually_exclusive("+callbacks=micro_batch", "+callbacks=gradient_checkpointing")
         False
     """
-    # An added callback (`+callbacks=x`) is compared in full, a group only by its name.
+    # An added callback (`+callbacks=x`) is compared in full, but a group only by its name.
     names = [word if word.startswith("+") else word.split("=")[0] for word in (first, second)]
     return names[0] == names[1]
 

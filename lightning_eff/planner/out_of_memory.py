@@ -39,7 +39,7 @@ PHASES = {
     "restore_training_state": "the load of a checkpoint",
     "_restore_modules_and_callbacks": "the load of a checkpoint",
 }
-"""Functions of Lightning 2.6 and their phase of a run; a traceback's innermost function of these decides."""
+"""Functions of Lightning 2.6, each with a phase of a run. In a traceback, the innermost function decides."""
 PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
 """Fraction of the free memory that an advised step may need, since some workspaces are not predicted."""

@@ -33,7 +33,7 @@ FUSED = re.compile(
     r"|_(flash|efficient)_attention_forward|(flex)_attention|_?(varlen)_attn"
     r"|_?(flash_attn)_(?:varlen_)?(?:fwd|forward)\w*"
 )
-"""Pattern for names of fused kernels in torch 2.13 and flash_attn; the matched group's text is the backend."""
+"""Pattern for names of fused kernels in torch 2.13 and flash_attn; the matching group names the backend."""
 REMEDIES = {
     "math": (
         "dropout 0.0 on a CPU, half precision without a mask on CUDA; "

@@ -45,7 +45,7 @@ class DeviceShare:
     def device(self, activations: float = 0) -> float:
         """Return an upper bound of the bytes on the device; `activations` is the size of all activations."""
         total = self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
-        # Late bytes reuse the memory of freed activations, so only the larger of both is added.
+        # Late bytes reuse the memory of freed activations, so only the larger amount is added.
         return total + max(0, activations - self.late)
 
 

@@ -255,7 +255,7 @@ class FSDP2Memory(Sharding):
             buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:
-            # A reduce-scatter frees full gradients and creates their shards, so only the larger size is kept.
+            # A reduce-scatter frees full gradients and creates their shards, so only the larger size is added.
             return replace(share, gradients=max(full, share.gradients))
         # Buffers are neither sharded nor offloaded, so they stay on the device.
         host = share.weights - model.buffers_bytes + share.gradients + share.optimizer

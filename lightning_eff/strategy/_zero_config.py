@@ -68,7 +68,7 @@ FREE = (
 """DeepSpeed's keys that users may set, since a Trainer does not set these keys."""
 _NESTED = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 OVERLAP_STAGE = 2
-"""The only stage that can reduce gradients during the backward pass while Lightning accumulates gradients."""
+"""The only stage that can overlap gradient reduction with the backward pass while gradients accumulate."""
 DEFAULT_BUCKET = 500_000_000
 """Number of elements that DeepSpeed allocates for a gradient bucket, regardless of the model's size."""
 

@@ -1,7 +1,7 @@
 """Read and write full tensors of a model that DeepSpeed has partitioned, and count the partitions' bytes.
 
 In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 a group's parameters are
-concatenated. Each rank has a contiguous slice of the concatenated vector, which may start or end inside a
+concatenated. Each rank has a contiguous slice of the concatenated vector. A slice may start or end inside a
 parameter. In stage 3 each rank has a slice of each parameter. All slices have the same length, and the last
 rank's slice is padded. Optimizer state with one value per element has the same layout, in separate vectors.
 Weights are read from the float32 vectors, since the model itself may have only 16-bit copies.
@@ -310,8 +310,8 @@ class ZeroMemory(Sharding):
         bucket = self.bucket_for(total)
         # A reduce-scatter needs memory for its input, and for an output of 1 / devices of the input's size.
         scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)
-        # Gathered weights are freed before a reduce-scatter and before the step. Memory of these phases
-        # therefore counts only as far as it exceeds the gathered weights.
+        # Gathered weights are freed before a reduce-scatter and before the step. For these phases, only bytes
+        # beyond the gathered weights are therefore added.
         excess = max(0, step - gathered, scattered - gathered)
         return replace(
             share,

@@ -95,7 +95,7 @@ class FSDP2(ModelParallelStrategy):
         reduce_dtype: Dtype in which gradients are reduced; None for the dtype of gathered weights.
         cpu_offload: Whether to keep shards, gradients and optimizer state on the host, and to step on the
             host.
-        reshard_after_forward: Whether to free a block's full weights after its forward pass. With False, full
+        reshard_after_forward: Whether to free a block's full weights after its forward pass. If False, full
             weights are kept until the backward pass, so they are gathered only once.
         sync_every_micro_batch: Whether to reduce gradients after every micro-batch instead of once per step.
         checkpoints: `full` for one file, `sharded` for a folder with a file per rank.
