@@ -62,7 +62,7 @@ class DigestWriter:
             self._buffer = bytearray(data[-NUM_END_BYTES:])
 
     def flush(self) -> None:
-        """Do nothing: `finish` writes the remaining bytes."""
+        """Do nothing, because `finish` writes the remaining bytes."""
 
     def finish(self) -> str:
         """Write the archive's comment and return the SHA-256 in it."""

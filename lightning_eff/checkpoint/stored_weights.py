@@ -54,7 +54,7 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
 
 
 def _step(path: Path) -> tuple[float, float]:
-    """Return a checkpoint's `global_step`, and the file's time, which orders files with the same step.
+    """Return a checkpoint's `global_step` and the file's time, which orders files with equal or no steps.
 
     A file that cannot be read sorts first, so that `newest_valid` verifies and reports the file.
     """

@@ -7,7 +7,8 @@ does not count as faster.
 
 A technique with `exact = True` promises the loss of the plain run. If a row differs from the baseline by
 exact techniques alone, a different loss excludes the row, however fast it is. If training draws random
-numbers, for example for dropout, no row is excluded for its loss, because most techniques change the numbers.
+numbers, for example for dropout, no row is excluded for its loss, because most techniques lead to different
+random numbers.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:
     if row.loss_difference is None or not math.isfinite(baseline.loss or 0.0):
         return True
     rtol = LOSS_RTOL if baseline.precision.startswith(("32", "64")) else LOSS_RTOL_16_BITS
-    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row is never equal.
+    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row is a mismatch.
     largest = max(abs(loss) for _, loss in baseline.losses if math.isfinite(loss))
     return abs(row.loss_difference) <= rtol * largest
 

@@ -86,7 +86,7 @@ class TrialRounds:
             # The noise is unknown after one round, so combinations wait for a second round if there is one.
             if number == min(2, num_rounds):
                 combined = combine()
-                # The combined trials missed the earlier rounds, so each trial runs several times now.
+                # The combined trials missed the earlier rounds, so those rounds are run here.
                 for _ in range(number):
                     self.run_round(combined)
                 trials = keep([*trials, *combined])

@@ -211,7 +211,7 @@ def save_whole(content: Mapping[str, Any], file: Path) -> None:
 
 
 def is_undamaged(file: Path) -> bool:
-    """Return whether a cache file exists and its checksums match; a memory-mapped load would not check."""
+    """Return whether a cache file exists and its checksums match, which no memory-mapped load checks."""
     try:
         with zipfile.ZipFile(file) as archive:  # the format of `torch.save`
             return archive.testzip() is None

@@ -229,11 +229,11 @@ def render_page(page: Mapping[str, Any]) -> str:
     """Return the HTML of a page.
 
     Args:
-        page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` is a pair: sentences,
-            and overrides. An item of `figures` is a name, a value and the baseline's value. `lead` lists the
-            tables above the charts, and `tables` lists the tables below the charts. A table is a title, a
-            header and rows. A float in a row is a fraction, which is drawn as a bar. `raw` is shown as JSON
-            at the end of the page.
+        page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` is a pair of the
+            sentences and the overrides. An item of `figures` is a name, a value and the baseline's value.
+            `lead` lists the tables above the charts, and `tables` lists the tables below the charts. A table
+            is a title, a header and rows. A float in a row is a fraction, which is drawn as a bar. `raw` is
+            shown as JSON at the end of the page.
 
     Example:
         >>> "a &lt; b" in render_page({"title": "a < b", "verdict": "fine"})

@@ -81,7 +81,7 @@ def _formula_of(func: Any) -> Callable[..., int] | None:
 
 
 def _ungrouped(args: Any) -> list[Any]:
-    """Return the operands' shapes with equally many heads, since torch 2.11 cannot count grouped heads."""
+    """Return the operands' shapes with equal head counts, since torch 2.11 cannot count grouped heads."""
     shapes = [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
     with_heads = [shape for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4]
     num_heads = max((shape[1] for shape in with_heads), default=0)

@@ -111,7 +111,7 @@ class DTensorState:
         self.groups = [group["params"] for group in self.options]
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor, by an all-gather; all ranks must call this method."""
+        """Return the full tensor after an all-gather; all ranks must call this method."""
         return full_tensor(tensor) if self._gathers else tensor
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
@@ -255,7 +255,7 @@ class FSDP2Memory(Sharding):
             buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:
-            # A reduce-scatter frees full gradients and creates their shards, so only the larger size is added.
+            # A reduce-scatter frees full gradients and creates their shards, so the larger size is added.
             return replace(share, gradients=max(full, share.gradients))
         # Buffers are neither sharded nor offloaded, so they stay on the device.
         host = share.weights - model.buffers_bytes + share.gradients + share.optimizer

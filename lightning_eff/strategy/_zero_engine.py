@@ -54,7 +54,7 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
     """Call `configure_optimizers`; return its optimizer, and its schedule or None.
 
     Raises:
-        ConflictError: The module has no optimizer or several, or the optimizer may not be elementwise.
+        ConflictError: The module has no optimizer or several, or its optimizer is possibly not elementwise.
     """
     returned, schedules = _init_optimizers_and_lr_schedulers(module)
     optimizers = [optimizer for optimizer in returned if not isinstance(optimizer, _MockOptimizer)]

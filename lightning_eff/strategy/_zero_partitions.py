@@ -302,9 +302,9 @@ class ZeroMemory(Sharding):
             share, step = replace(share, gradients=0, optimizer=0), 0
         unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         sharded = [weight.numel for weight in model.weights if weight.numel > self.persistent]
-        # The last `reuse / 2` elements stay gathered between forward and backward pass, because the elements
-        # after them are used twice in between. The weight in use and the prefetched weights are added;
-        # prefetched weights also occupy the buffer.
+        # The last `reuse / 2` elements stay gathered between forward and backward pass, because only later
+        # elements are used in between, each of them twice. The weight in use and the prefetched weights are
+        # added; prefetched weights also occupy the buffer.
         at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
         gathered = size * (min(sum(sharded), at_once) + min(sum(sharded), self.prefetch))
         bucket = self.bucket_for(total)

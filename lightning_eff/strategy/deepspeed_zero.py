@@ -401,7 +401,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
             problem = f"{type(own).__name__} has a state, which DeepSpeed would not take over"
             raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
-        # Do not pass the schedule: DeepSpeed would step the schedule in addition to the loop.
+        # The schedule is not passed, because DeepSpeed would step it in addition to the loop.
         with self._start_of_engine(module, own):
             engine, _, _ = super().setup_module_and_optimizers(module, [own], None)
         return engine, [EngineOptimizer(engine.optimizer, self.discard_gradients)], scheduler
