@@ -6,8 +6,9 @@ destroys the old checkpoint. This plugin writes the file in the same folder, syn
 (checkpoint/atomic_write.py). The file contains its own SHA-256 (checkpoint/digest.py), which is verified
 before any tensor is assigned, because torch accepts most files with a flipped bit. Only tensors and plain
 values are unpickled, so no code in a checkpoint runs. A checkpoint also names older files, which Lightning
-removes later. This plugin removes only files that the plugin wrote, in folders that this run saves to. So a
-foreign checkpoint cannot choose which files are deleted.
+removes later. This plugin removes only files that the plugin wrote, and only in folders that this run saves
+to; the file that the run was resumed from may also be removed. So a foreign checkpoint cannot choose which
+files are deleted.
 
 A checkpoint with non-finite weights is not saved. Such a save ends the run with an error, and the last finite
 checkpoint stays.

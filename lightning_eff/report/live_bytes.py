@@ -3,8 +3,8 @@
 `Recorder` (recording.py) extends `LiveBytes` to keep every event. A dispatch mode inspects each operation's
 results. The count grows by the bytes of a new storage, and shrinks when the storage is garbage-collected. So
 tensors that share a storage count once, and every run gives the same count to the byte. The count excludes
-memory that an operation allocates and frees internally. A storage that is resized outside of an operation
-keeps its old size in the count. Meta tensors have no memory and are skipped.
+memory that an operation allocates and frees internally. If a storage is resized outside of an operation, the
+count changes when a later operation returns the storage. Meta tensors have no memory and are skipped.
 """
 
 from __future__ import annotations
