@@ -45,7 +45,7 @@ class Statistics:
     num_saves: int = 0  # checkpoints that are on the disk
     saved_bytes: int = 0
     writing_s: float = 0.0  # from a save's start until the disk has confirmed it
-    waited_s: float = 0.0  # seconds of `writing_s` that blocked the run; all without `asynchronous`
+    waited_s: float = 0.0  # seconds of `writing_s` that blocked the run; all of them if synchronous
     num_verified: int = 0  # checkpoints that were loaded after their SHA-256 matched
     num_without_digest: int = 0  # checkpoints of stock Lightning that were loaded
     num_removed: int = 0
@@ -54,7 +54,7 @@ class Statistics:
 
 
 class AtomicFiles(CheckpointIO):
-    """Write files with a SHA-256 in one step; verify files and folders, and load plain values only.
+    """Writes files atomically with a SHA-256, verifies files and folders, and loads no pickled code.
 
     Args:
         asynchronous: Write in a thread, from a copy of the state at the call.
@@ -110,7 +110,7 @@ class AtomicFiles(CheckpointIO):
     ) -> None:
         """Save a checkpoint with DTensors to a folder; each rank writes its own rows, synchronously.
 
-        All ranks must call this method. `checkpoint` and the errors are as in `sharded.save`.
+        All ranks must call this method. `sharded.save` documents `checkpoint` and the errors.
         """
         start = time.perf_counter()
         target = _local(path, TO_FULL_CHECKPOINTS, storage_options=storage_options)
@@ -132,7 +132,7 @@ class AtomicFiles(CheckpointIO):
         if self._nonfinite is None:
             states = dict(enumerate(tree_leaves(checkpoint.get("optimizer_states")) if found else ()))
             self._nonfinite = set() if nonfinite(states) else found
-        # If broken weights were saved, Lightning would soon remove the last checkpoint to resume from.
+        # After a save of broken weights, Lightning would soon remove the last intact checkpoint.
         if broken := sorted(found - self._nonfinite):
             text = f"checkpoint {target} was not saved: {parameters_have(broken)} values that are not finite"
             kept = sorted((p.stat().st_mtime_ns, p) for p in self._own_files if p.exists())
@@ -204,7 +204,7 @@ class AtomicFiles(CheckpointIO):
         """Verify a folder and return its checkpoint, whose sharded tensors are read on first use.
 
         All ranks must call this method, and each rank verifies a fraction of the files. The number of ranks
-        may differ from the number of ranks that saved.
+        may differ from the number of ranks that saved the folder.
 
         Raises:
             CheckpointError: A file is damaged or missing; all ranks raise the error.

@@ -1,8 +1,8 @@
 """Write a file or a folder in one step, so that a kill, a full disk or an error leaves no partial content.
 
 atomic_io.py and sharded.py write all checkpoints through this module. A temporary file is written in the same
-folder, because a rename across file systems is a copy, which a kill can interrupt. Only the owner can read
-the temporary file. The file is synced and renamed over the old file, and then the folder is synced.
+folder, because a rename across file systems is a copy, and a kill can interrupt a copy. Only the owner can
+read the temporary file. The file is synced and renamed over the old file, and then the folder is synced.
 
 A process that dies during a write leaves its temporary file, which the next save or start removes. A living
 writer holds a lock (`flock`) on its temporary file. The kernel releases the lock when the process ends for
@@ -66,7 +66,7 @@ def write_with_digest(path: Path, fill: Callable[[Any], object]) -> Written:
 
 @contextlib.contextmanager
 def atomic_replace(path: Path) -> Generator[int]:
-    """Yield the descriptor of a file that replaces `path` when the block ends, and is removed on error.
+    """Yield the descriptor of a new file, which replaces `path` at the block's end, or is removed on error.
 
     Raises:
         CheckpointError: `path` exists and is not a checkpoint, or `path` was replaced but its folder could
@@ -118,7 +118,7 @@ def atomic_replace(path: Path) -> Generator[int]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Generator[Path]:
-    """Yield an empty folder, which becomes `folder` when the block ends, and is removed on error."""
+    """Yield an empty folder, which becomes `folder` at the block's end, or is removed on error."""
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     make_folder(folder.parent)
@@ -177,7 +177,7 @@ def writer_lock(folder: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Generator[None]:
-    """Turn a disk error in a save to `path` into an error with the cause, the free space and a remedy.
+    """Convert a disk error during a save to `path` into an error with cause, free space and remedy.
 
     Raises:
         CheckpointError: The disk failed.
@@ -204,8 +204,8 @@ def _open_temporary(folder: Path) -> tuple[int, Path]:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-            # Between creation and lock, another process may have taken the file for a dead writer's and
-            # removed it.
+            # Before the file was locked, it looked like the file of a dead writer, so another process may
+            # have removed it.
             if os.fstat(fd).st_nlink:
                 return fd, path
         except OSError:

@@ -62,7 +62,7 @@ class DigestWriter:
             self._buffer = bytearray(data[-NUM_END_BYTES:])
 
     def flush(self) -> None:
-        """Do nothing: `finish` writes the remaining bytes."""
+        """Do nothing, because `finish` writes the remaining bytes."""
 
     def finish(self) -> str:
         """Write the archive's comment and return the SHA-256 in it."""
@@ -71,7 +71,7 @@ class DigestWriter:
             raise CheckpointError(
                 "torch.save did not write a zip archive without a comment, as torch 2.13 does"
             )
-        # The last 2 bytes of the end record are the length of the comment, which follows it.
+        # The last 2 bytes of the end record are the length of the comment that follows.
         self._write_out(self._buffer[:-2] + struct.pack("<H", NUM_COMMENT_BYTES) + DIGEST_PREFIX)
         digest = self._hash.hexdigest()
         self._write_out(digest.encode())

@@ -1,14 +1,14 @@
 """Checkpoints of a sharded model, in the layout that a single device writes.
 
 Every rank holds shards of the tensors, but the checkpoint has the same content as on one device without a
-strategy. The content is full weights in the dtype that is trained, and the optimizer's state by the index of
-each parameter in the optimizer's groups. So a checkpoint can be loaded with another strategy or another
-number of ranks. Techniques that read checkpoints, such as adapters and averages, need no code per strategy.
+strategy. Weights are full tensors, in the dtype in which they are trained. Optimizer state is stored by each
+parameter's index in the optimizer's groups. So a checkpoint can be loaded with another strategy or another
+number of ranks. Adapters, weight averaging and other techniques that read checkpoints need no special case.
 
 All ranks call these functions, because gathering a tensor is a collective. Tensors are gathered one after
 another, and only rank 0 keeps the full tensors, on the host. strategy/fsdp2.py and strategy/deepspeed_zero.py
 use these functions as their own hooks, and implement `sharded_state`, which returns a `ShardedState`. If the
-`ShardedState` leaves tensors sharded, as for a checkpoint folder, every rank keeps its own shard.
+`ShardedState` does not gather tensors (for a checkpoint folder), every rank keeps its own shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
 
 COUNTS = ("step",)
-"""Optimizer state that is one number per parameter and is never sharded, even for a scalar parameter."""
+"""Keys of optimizer state with one number per parameter. Such numbers are never sharded."""
 
 
 class IncompatibleKeys(NamedTuple):
@@ -48,13 +48,13 @@ class ShardedState(Protocol):
         ...
 
     full_tensor: Callable[[Tensor], Tensor]
-    """Return a parameter or buffer unsharded, in the dtype that is trained."""
+    """Return the full tensor of a parameter or buffer, in the dtype in which it is trained."""
     load_tensor: Callable[[Tensor, Tensor], None]
     """Set a parameter or buffer from its full value."""
     state_of: Callable[[Tensor], dict[str, Any]]
-    """Return the optimizer's state of a parameter, with unsharded tensors."""
+    """Return a parameter's optimizer state as full tensors."""
     load_state: Callable[[Tensor, Mapping[str, Any]], None]
-    """Set the optimizer's state of a parameter from full tensors, or from {} if no step was taken."""
+    """Set a parameter's optimizer state from full tensors, or from {} if no step was taken."""
 
 
 def lightning_module_state_dict(self: Any) -> dict[str, Any]:

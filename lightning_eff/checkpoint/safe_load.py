@@ -53,7 +53,7 @@ def load_plain(file: IO[bytes] | Path, *, map_location: Any = "cpu", mmap: bool 
 
 
 HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
-"""Lightning's checkpoint keys for hyperparameters, and for the class of hyperparameters from OmegaConf."""
+"""Lightning's keys for hyperparameters in a checkpoint, each with the key for an OmegaConf config's class."""
 TORCH = (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size)
 BASIC: tuple[Callable[[Any], Any], ...] = (bool, int, float, complex, str, bytes)
 CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (

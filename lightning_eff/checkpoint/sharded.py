@@ -8,7 +8,7 @@
 atomic_io.py calls `save` and `verified_index` for strategies that shard parameters. In the index, an outline
 replaces each sharded tensor. An outline is a `meta` tensor, which has a shape and a dtype but no values. The
 rows of a sharded tensor are the rows of all shards, in rank order. Each shard stores a tensor's rows under
-the path where the tensor first appears in the checkpoint. A rank saves its rows without a gather. On loading,
+the path where the tensor first appears in the checkpoint. Ranks save rows without gathering tensors. On load,
 each outline becomes a `LazyShardedTensor`, which reads only the requested rows.
 
 Every file is written by `torch.save`, contains its own SHA-256 (digest.py), appears in one step
@@ -23,8 +23,8 @@ from a token of 16 hexadecimal digits and the number of shards.
 
 Why not torch.distributed.checkpoint: the metadata of its FileSystemWriter is a pickle, which runs code on
 load. torch's HuggingFaceStorageWriter stores only tensors. Neither writer has digests, and neither replaces a
-checkpoint in one step. Why not safetensors: a file with a digest must be written from a full copy in memory,
-or be read again. torch maps its own files just as lazily, and plain values need this index anyway.
+checkpoint in one step. Why not safetensors: to add a digest, the file must be written from a full copy in
+memory, or be read again. torch can map its own files just as lazily, and plain values need an index anyway.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def join(outline: Tensor, shards: list[Any]) -> LazyShardedTensor:
 def map_tensors(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
     """Return a copy of nested containers with each tensor replaced by `change(path, tensor)`.
 
-    `path` has the form of subscripts, as in the example. A tensor with several names is changed once, with
+    `path` is written as subscripts, for example `['a'][0]`. A tensor with several names is changed once, with
     the first path, so tied tensors stay tied.
 
     Example:
@@ -390,7 +390,7 @@ def new_save(path: Path) -> Generator[str]:
     """Create the folder to save to, and yield the save's token; one process does this for all ranks.
 
     Until the block ends, no clean-up removes shards in the folder. At the end, shards that the index does not
-    name are removed, which are the previous shards, or the new shards of a failed save. If `path` is a link,
+    name are removed: the previous save's shards or, if the save failed, its own shards. If `path` is a link,
     the link is replaced, not its target.
 
     Raises:
@@ -453,7 +453,10 @@ def remove(path: Path) -> None:
 
 
 def clean_up(path: Path) -> list[Path]:
-    """Remove files that no index names, unless a save is running; remove the folder if it is empty then."""
+    """Remove and return files that no index names; then remove a folder without an index if it is empty.
+
+    During a save, only temporary files of dead writers are removed.
+    """
     # List the shards first, then look for locks. A save that began before the listing then still holds its
     # lock, or has already replaced the index.
     shards = _shards_in(path)
@@ -465,7 +468,7 @@ def clean_up(path: Path) -> list[Path]:
         try:
             token = read_index(path).token
         except (CheckpointError, OSError):
-            return removed  # keep all shards of a damaged index: the user decides about them
+            return removed  # the user decides about the shards of a damaged index
     for file in shards:
         # A file without a digest was not written by this package, whatever its name is.
         if f"-{token}-" not in file.name and has_digest(file):

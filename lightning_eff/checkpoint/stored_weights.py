@@ -54,7 +54,7 @@ def newest_valid(runs: Path, is_wanted: Callable[[Path], bool] | None = None) ->
 
 
 def _step(path: Path) -> tuple[float, float]:
-    """Return a checkpoint's `global_step`, and the file's time, to order files with equal or missing steps.
+    """Return a checkpoint's `global_step` and the file's time, which orders files with equal or no steps.
 
     A file that cannot be read sorts first, so that `newest_valid` verifies and reports the file.
     """
@@ -108,7 +108,7 @@ def weights(path: Path) -> Mapping[str, Any]:
 
 
 def load_base(model: nn.Module, path: Path, *, key: str) -> int:
-    """Load the weights of a model that has no adapters yet; return the number of tensors.
+    """Load the weights of a model that has no adapters yet; return the number of loaded tensors.
 
     `path` is a checkpoint, or a folder of runs, whose newest intact checkpoint is loaded. `key` is the
     setting that holds `path`.
@@ -125,7 +125,7 @@ def load_base(model: nn.Module, path: Path, *, key: str) -> int:
         allowed = "a checkpoint, or a folder of runs with at least one"
         remedies = [
             f"lightning-eff train {path.name} output_root={path.parent}"
-        ]  # a recipe's runs lie in a folder with its name
+        ]  # a recipe's runs lie in a folder with the recipe's name
         raise ConfigError(key=key, value=str(path), allowed=allowed, remedies=remedies)
     try:
         if any(parameter.is_meta for parameter in model.parameters()):

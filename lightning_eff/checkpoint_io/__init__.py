@@ -1,1 +1,1 @@
-"""Techniques for `Trainer(plugins=[...])` that write and read checkpoints; a run uses one of them."""
+"""Techniques for `Trainer(plugins=[...])` that write and read checkpoints."""

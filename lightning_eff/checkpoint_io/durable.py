@@ -6,8 +6,9 @@ destroys the old checkpoint. This plugin writes the file in the same folder, syn
 (checkpoint/atomic_write.py). The file contains its own SHA-256 (checkpoint/digest.py), which is verified
 before any tensor is assigned, because torch accepts most files with a flipped bit. Only tensors and plain
 values are unpickled, so no code in a checkpoint runs. A checkpoint also names older files, which Lightning
-removes later. This plugin removes a file only if the plugin wrote it, in a folder that this run saves to. So
-a foreign checkpoint cannot choose which files are deleted.
+removes later. This plugin removes only files that the plugin wrote, and only in folders that this run saves
+to; the file that the run was resumed from may also be removed. So a foreign checkpoint cannot choose which
+files are deleted.
 
 A checkpoint with non-finite weights is not saved. Such a save ends the run with an error, and the last finite
 checkpoint stays.
@@ -16,7 +17,7 @@ With `asynchronous`, the state is serialized into memory at the call, and a thre
 at a time. A removal waits for the save that came before, and is skipped if that save failed. An error in the
 thread is raised at the next save, at the next load, or at the end of the run.
 
-Saves: the checkpoint, which after a kill or on a full disk is either complete or absent.
+Saves: the checkpoint; after a kill or a full disk, each file is either complete or absent.
 Costs: computing the SHA-256 at each save and load (0.25 to 2 GB/s), and waiting for the disk at each save.
     With `asynchronous`, a thread hashes and writes, and a save needs host memory of the checkpoint's size.
 When not: checkpoints on object stores (`s3://`), which need `checkpoint_io=torch`.

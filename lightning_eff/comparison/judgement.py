@@ -1,12 +1,14 @@
 """Judge measured rows against the baseline: ratios, differences of losses, exclusions and the verdict.
 
-Even two measurements of the same training differ. This noise is the larger of two estimates. The first is how
-far the speed ratio of a row without effect is from 1. The second is twice the median spread between rounds,
-because both the row and the baseline vary. A speed ratio within the noise does not count as faster.
+Even two measurements of the same training differ. This noise is estimated twice, and the larger estimate is
+used. One estimate is how far the speed ratio of a row without effect is from 1. The other estimate is twice
+the median spread between rounds, because both the row and the baseline vary. A speed ratio within the noise
+does not count as faster.
 
 A technique with `exact = True` promises the loss of the plain run. If a row differs from the baseline by
 exact techniques alone, a different loss excludes the row, however fast it is. If training draws random
-numbers, for example for dropout, no row is excluded for its loss, because most techniques draw other numbers.
+numbers, for example for dropout, no row is excluded for its loss, because most techniques lead to different
+random numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from lightning_eff.comparison.result_table import (
 )
 
 LOSS_RTOL, LOSS_RTOL_16_BITS = 1e-5, 2**-7
-"""Largest loss difference that counts as rounding, as a fraction of the baseline's largest loss. The smallest
-fault to detect in float32 is 1e-3. The tolerance in 16 bits is two units in the last place."""
+"""Largest loss difference that counts as rounding, as a fraction of the baseline's largest loss. In float32,
+faults of 1e-3 or more must be detected. The tolerance in 16 bits is two units in the last place."""
 FAR = 10.0
 """A row diverges if its loss exceeds this many times the baseline's largest loss."""
 SMALLER = 0.97
 """A row counts as needing less memory if its peak is below this fraction of the baseline's peak."""
 SAME_LOSS = 0.02
-"""A technique counts as helpful if it changes the loss by at most this fraction."""
+"""A technique counts as helpful only if it changes the loss by at most this fraction."""
 
 
 def compare_to_baseline(rows: Sequence[ComparisonRow]) -> None:
@@ -94,7 +96,7 @@ def _has_same_loss(row: ComparisonRow, baseline: ComparisonRow) -> bool:
     if row.loss_difference is None or not math.isfinite(baseline.loss or 0.0):
         return True
     rtol = LOSS_RTOL if baseline.precision.startswith(("32", "64")) else LOSS_RTOL_16_BITS
-    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row is a difference.
+    # Compare with the largest loss, since the last losses may be near 0. A NaN in the row is a mismatch.
     largest = max(abs(loss) for _, loss in baseline.losses if math.isfinite(loss))
     return abs(row.loss_difference) <= rtol * largest
 
@@ -110,7 +112,8 @@ def noise(rows: Sequence[ComparisonRow]) -> float | None:
     spreads = [spread / rate for rate, spread in rates if spread is not None]
     if not spreads:
         return None
-    # Skip rows that `tune` dropped after one round: the best of the baseline's rounds is faster by chance.
+    # Rows that `tune` dropped after one round are skipped, because the best of several baseline rounds is
+    # faster by chance.
     repeated = [row for row in rows if row.excluded == NO_EFFECT and row.num_rounds > 1]
     without_effect = [row.speed_ratio for row in repeated if row.speed_ratio]
     # Twice the median spread of rounds, or the largest speed difference of a row without effect.
@@ -118,7 +121,7 @@ def noise(rows: Sequence[ComparisonRow]) -> float | None:
 
 
 def faster(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the recommendable rows that are faster than the baseline beyond the noise, best first.
+    """Return the rows that can win and are faster than the baseline by more than the noise, best first.
 
     After one round the noise is unknown, so the list is empty.
     """

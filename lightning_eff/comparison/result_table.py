@@ -1,6 +1,6 @@
 """Summarize the rounds of each trial in one row, and render the rows as a table or a page.
 
-Other load on the machine can only slow a trial down, so the fastest round is closest to the technique's cost.
+Other load on the machine can only slow a trial down, so the fastest round is closest to the true speed.
 The table also shows how much slower the slowest round was.
 """
 
@@ -46,7 +46,7 @@ class ComparisonRow:
         peak_bytes: Live bytes on a CPU, `max_memory_allocated` on a GPU.
         losses: Pairs of a step and its loss.
         loss: Mean loss over the last quarter of the steps.
-        loss_difference: Mean difference to the baseline's loss, in the last quarter of the common steps.
+        loss_difference: Mean difference from the baseline's loss, in the last quarter of the common steps.
         first_batch_s: Seconds of the longest batch before timing started, compilation included.
         num_rounds: Number of rounds in which the trial was measured.
         techniques: Techniques of the run by name; True if a technique promises the loss of the plain run.

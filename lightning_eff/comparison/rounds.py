@@ -1,4 +1,4 @@
-"""Run every trial once per round; alternate the order of trials between rounds, against thermal drift."""
+"""Run every trial once per round; reverse the order in every second round, to cancel thermal drift."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrialRounds:
         limit_s: Seconds after which a trial is killed.
         until: Time of the monotonic clock after which no trial starts.
         kept: Folder in which each result is stored as soon as it is known. A trial is not run again for a
-            round whose result this folder contains. With None, no result is stored.
+            round whose result this folder contains. If None, no result is stored.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class TrialRounds:
         for number in range(1, num_rounds + 1):
             self.run_round(trials)
             trials = keep(trials)
-            # One round gives no noise, so combinations wait for the second round if there is one.
+            # The noise is unknown after one round, so combinations wait for a second round if there is one.
             if number == min(2, num_rounds):
                 combined = combine()
-                # The combined trials missed these rounds: run them as often as the others.
+                # The combined trials missed the earlier rounds, so those rounds are run here.
                 for _ in range(number):
                     self.run_round(combined)
                 trials = keep([*trials, *combined])
@@ -120,18 +120,18 @@ class TrialRounds:
         if time.monotonic() >= self.until:
             return None
         result = subprocess_trial.run(trial.train, folder=self._folder / named, limit_s=self._limit_s)
-        # Do not store a failure of the baseline: the user may fix the code and resume with equal settings.
+        # A failure of the baseline is not stored, since the user may fix the code and then resume.
         if file is not None and (result.status == MEASURED or trial.name != BASELINE):
             report = {key: result.report[key] for key in KEPT if key in result.report}
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Write under another name, then rename: a sweep that is stopped leaves no half-written result.
+            # The file is renamed when it is complete, so that a stopped sweep leaves no half-written result.
             written = file.with_suffix(".part")
             written.write_text(json.dumps(asdict(replace(result, report=report))), encoding="utf-8")
             written.replace(file)
         return result
 
     def table_rows(self) -> list[ComparisonRow]:
-        """Return the rows so far, compared with the baseline: measured rows, then failed, then not run."""
+        """Return the rows so far, compared with the baseline: first measured, then failed, then not run."""
         rows = [
             summarize_rounds(name, overrides, self.results.get(name, []))
             for name, overrides in self._overrides.items()

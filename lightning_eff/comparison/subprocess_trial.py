@@ -105,7 +105,7 @@ def _child(train: TrainTrial, folder: Path) -> None:
 
 
 def result_of(code: int, folder: Path, limit_s: float) -> TrialResult:
-    """Return the result of a trial that ended within its limit, from its exit code and its folder."""
+    """Return the result of a trial that ended in time; read the report from the trial's folder."""
     if code != EXIT_OK:
         printed = (folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in printed.splitlines() if line.strip()]

@@ -21,7 +21,8 @@ from lightning_eff.launch.job import num_ranks
 
 AS_IT_IS, COMBINED = "the recipe as it is", "combined"
 BARE = ("callbacks=[exact_resume]", "precision=fp32", "strategy=auto")
-"""Overrides of the baseline, without its batch size. `exact_resume` stays on: its cost is not measurable."""
+"""Overrides of the baseline, without its batch size. `exact_resume` stays on, since it costs too little to
+measure."""
 Change = tuple[str, ...]
 """Overrides that make one or several changes to a recipe."""
 TIMER = "lightning_eff.comparison.trial_timer.TrialTimer"
@@ -35,7 +36,7 @@ def single_technique_trials(values: Mapping[str, Any]) -> dict[str, list[str]]:
     trials = {BASELINE: bare_trial(values)}
     ways = {
         way.option: way for _, way in reversed(ways_to_try())
-    }  # reversed: the first way of an option wins
+    }  # reversed, so that the first way of an option wins
     left_out = catalog.techniques_with("try_as").keys() - ways.keys()
     for entry in catalog.options():
         group, _, option = entry.name.partition("/")
@@ -71,8 +72,8 @@ def bare_trial(values: Mapping[str, Any], override: str = "", way: Try | None = 
 def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change]:
     """Return the changes to a recipe that leave its training the same; each change is a tuple of overrides.
 
-    A technique that is off is added, once per `Try` that it states. A technique that is on is removed, unless
-    the training depends on it, and is tried with its other settings.
+    A technique that is off is added, once per `Try` that it states. A technique that is on is tried with its
+    other settings. Such a technique is also removed, unless the training depends on the technique.
 
     Args:
         values: The composed recipe.
@@ -89,7 +90,7 @@ def changes_of(values: Mapping[str, Any], facts: Collection[str]) -> list[Change
             continue
         is_on = way.option in on
         if is_on and way.option not in way.needs:
-            # A technique that is on may cost more than it gains here: try without it.
+            # A technique that is on may cost more than it gains here, so a trial without it is added.
             found[f"~{way.option.replace('/', '.')}",] = None
         for parts in (1, *PARTS) if is_on else PARTS:
             if size and on_device % parts:
@@ -129,7 +130,7 @@ def global_batch_size(values: Mapping[str, Any]) -> int:
 
 
 def combine_trials(helped: Sequence[list[str]], is_allowed: Callable[[list[str]], bool]) -> list[str] | None:
-    """Merge helpful trials into one trial, best first; skip a trial if the rules reject the merged one.
+    """Merge helpful trials into one trial, best first; skip a trial if the rules reject the merged trial.
 
     Args:
         helped: One trial per technique, the most helpful first.

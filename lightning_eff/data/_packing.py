@@ -40,8 +40,8 @@ class Documents:
     ends: Tensor
     """[D] int64: end of each document in `tokens`."""
     first_target: Tensor
-    """[D] int64: position in each document of the first target after the first token. Without such a target,
-    the value is at least the document's length."""
+    """[D] int64: position of the first target in each document, not counting the first token. If there is no
+    such target, the value is at least the document's length."""
     is_chat: Tensor
     """[D] bool: whether the document is a conversation."""
 
@@ -69,7 +69,7 @@ class Pieces:
         # Convert positions in the document to positions in `tokens`.
         begin = (ends - lengths)[document]
         self.pieces: Integers = np.stack([document, begin + start, begin + stop], axis=1)[has_target]
-        """[P, 3]: document of each piece, and its range of `documents.tokens`."""
+        """[P, 3]: document of each piece, and the piece's range in `documents.tokens`."""
         self.num_cut = int((lengths > step).sum())
         self.num_lost_tokens = int(np.maximum(lengths - counts * step, 0).sum())
         self.num_skipped = len(lengths) - len(np.unique(self.pieces[:, 0]))
@@ -130,12 +130,13 @@ class Rows(Dataset[dict[str, Tensor]]):
         ids = torch.cat([documents.tokens[start:stop] for start, stop in ranges]).long()
         is_target = torch.cat([documents.is_target[start:stop] for start, stop in ranges])
         lengths = torch.tensor([stop - start for start, stop in ranges])
-        # In a packed row, the first token of each document is no target; else, the first token of the row.
+        # In a packed row, the first token of each document is no target. In other rows, the row's first token
+        # is no target.
         starts = lengths.cumsum(0) - lengths
         is_target[starts if packing is True else 0] = False
         row = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED_TARGET)}
         room = self.source.context_length - len(ids) if packing in (True, "across") else 0
-        if packing is True:  # positions restart at 0 with each document, and with the padding
+        if packing is True:  # positions restart at 0 at each document, and at the padding
             positions = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
             row["position_ids"] = torch.cat([positions, torch.arange(room)])
         for name, value in (("input_ids", self.pad_id), ("labels", IGNORED_TARGET)):
@@ -160,7 +161,7 @@ def collate_padded(samples: Sequence[dict[str, Tensor]], pad_id: int) -> dict[st
 
 
 def best_fit_bins(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put items into bins, the longest first, each into the fullest bin with room; return indices per bin.
+    """Put items into bins, longest first, each into the fullest bin that has room; return indices by bin.
 
     Example:
         >>> best_fit_bins([2, 5, 3, 1], 6)

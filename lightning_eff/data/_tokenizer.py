@@ -1,11 +1,12 @@
-"""Turn text and conversations into tokens, with a Hugging Face tokenizer or with bytes, which need no files.
+"""Tokenize text and conversations with a Hugging Face tokenizer, or into bytes, which needs no files.
 
 data/text.py uses `TrainingTokenizer`. The targets of a conversation are the assistant's tokens. Three methods
 find the assistant's tokens, and the first method that applies is used:
 
 1. The tokenizer's chat template marks the assistant's tokens (`{% generation %}`).
-2. If the template has no marks, the conversation is rendered up to each answer, without and with the answer.
-   The difference of the two texts is the answer. A template that rewrites earlier turns is rejected.
+2. If the template has no marks, the conversation is rendered twice for each answer: up to the answer, and
+   with the answer. The difference of the two texts is the answer. A template that rewrites earlier turns is
+   rejected.
 3. If there is no template, `DEFAULT_TEMPLATE` is used, which has marks.
 """
 
@@ -157,4 +158,4 @@ class TrainingTokenizer:
         except TemplateError as error:
             raise ValueError(f"the tokenizer's chat template rejects it: {error}") from error
         finally:
-            self.tokenizer.encode_special_tokens = True  # transformers disables it for the template
+            self.tokenizer.encode_special_tokens = True  # transformers turns this off for the template

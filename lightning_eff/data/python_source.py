@@ -88,7 +88,7 @@ class PythonSource(pl.LightningDataModule):
         self.tokenizer: Tokenizer
         """The byte-level BPE of the text; set by `setup`."""
         self.unigram_entropy: float
-        """Validation loss, in nats per token, if tokens are predicted by their frequency: a baseline."""
+        """Baseline: validation loss, in nats per token, of predicting each token by its frequency."""
 
     @override
     def prepare_data(self) -> None:
@@ -102,7 +102,7 @@ class PythonSource(pl.LightningDataModule):
         splits["val"] = list(texts.values())[::every]
         log.info("tokenizing %d texts with %d tokens, cached in %s", len(texts), self.vocab_size, file)
         tokenizer = self._make_tokenizer(splits["train"])
-        tokenizer.encode_special_tokens = True  # a text may contain the separator's name: encode it as text
+        tokenizer.encode_special_tokens = True  # a text may contain the separator's name
         separator = tokenizer.token_to_id("<|file|>")
         cached: dict[str, Any] = {"tokenizer": tokenizer.to_str()}
         for split, chosen in splits.items():
@@ -211,7 +211,7 @@ def save_whole(content: Mapping[str, Any], file: Path) -> None:
 
 
 def is_undamaged(file: Path) -> bool:
-    """Return whether a cache file exists and its checksums match; a memory map checks no checksums."""
+    """Return whether a cache file exists and its checksums match, which no memory-mapped load checks."""
     try:
         with zipfile.ZipFile(file) as archive:  # the format of `torch.save`
             return archive.testzip() is None

@@ -1,4 +1,4 @@
-"""Images to segment, without a download: bright diamonds, discs and squares, a dark background, and noise.
+"""Images for segmentation, without a download: bright diamonds, discs and squares on a dark background.
 
 A shape consists of all pixels within a radius of its centre. The distance measure decides whether the shape
 is a diamond, a disc or a square. An image is drawn when it is read, from its index alone. So an image is the
@@ -20,7 +20,7 @@ DISTANCES = (torch.add, torch.hypot, torch.maximum)
 MIN_RADIUS, MAX_RADIUS = 0.02, 0.05
 """Smallest and largest radius of a shape, as fractions of the image's size."""
 NOISE = 0.3
-"""Standard deviation of the noise. Without noise, the background is -1.5 to 0, and shapes are 0 to 1.5."""
+"""Standard deviation of the noise. Before noise, background pixels are -1.5 to 0, and shapes are 0 to 1.5."""
 VALIDATION = 10**6
 """Index of the first validation image, above the index of every training image."""
 
@@ -52,7 +52,7 @@ class Drawings(Dataset[tuple[Tensor, Tensor]]):
                 self.size * each for each in (y, x, MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * relative)
             )
             kind = int(torch.randint(len(DISTANCES), (), generator=generator))
-            # Distances are computed just for the pixels around the shape.
+            # Distances are computed only for the pixels around the shape.
             rows, columns = (slice(max(0, int(at - radius)), int(at + radius) + 1) for at in (y, x))
             dy, dx = (pixels[rows, None] - y).abs(), (pixels[columns] - x).abs()
             is_inside = DISTANCES[kind](*torch.broadcast_tensors(dy, dx)) <= radius

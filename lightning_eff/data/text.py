@@ -22,8 +22,9 @@ Counts of truncated and dropped documents, and the fraction of padding, are logg
 of `{role, content}`. With `field=messages`, a row of the data may also have the format of ShareGPT
 (`conversations`) or Alpaca (`instruction`, `input`, `output`).
 
-`prepare_data` tokenizes all documents once, into a file under `cache_dir` that is read through a memory map.
-A row is read by its index alone, so a run can resume in the middle of an epoch (`callbacks/exact_resume`).
+`prepare_data` tokenizes all documents once, and writes the tokens to a file under `cache_dir`. The file is
+read through a memory map. A row is read by its index alone, so a run can resume in the middle of an epoch
+(`callbacks/exact_resume`).
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class Text(pl.LightningDataModule):
 
 
 def find_sources(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return sources as pairs: `pydoc`, `hub` or `saved` with a name, or a `datasets` builder with files.
+    """Return each source as a pair: `pydoc`, `hub` or `saved` and its name, or a builder and its files.
 
     A file that several paths match occurs once, because otherwise a document could be in both splits.
 
@@ -424,7 +425,7 @@ def tokenize(documents: Iterator[tuple[str | Turns, str]], tokenizer: TrainingTo
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     is_chat: list[bool] = []
-    # In chunks: a call of a fast tokenizer uses all cores, and memory holds the text of a single chunk.
+    # With chunks, a call of a fast tokenizer uses all cores, and memory holds the text of a single chunk.
     for chunk in iter(lambda: list(itertools.islice(documents, CHUNK)), []):
         of_texts = iter(tokenizer.encode_texts([text for text, _ in chunk if isinstance(text, str)]))
         for content, location in chunk:

@@ -91,7 +91,7 @@ class CNN(pl.LightningModule):
             logits: [B, num_classes].
             labels: Integers [B].
         """
-        # The loss of 16-bit logits is computed in float32, because its sums would lose accuracy.
+        # The loss of 16-bit logits is computed in float32, because 16-bit sums would lose accuracy.
         is_16_bit = logits.dtype in {torch.bfloat16, torch.float16}
         return F.cross_entropy(logits.float() if is_16_bit else logits, labels)
 

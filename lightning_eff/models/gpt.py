@@ -97,8 +97,8 @@ class GPT(pl.LightningModule):
         num_layers: Number of blocks.
         num_heads: Attention heads per block.
         dropout: Fraction of activations dropped in training, 0 to 1.
-        tie_word_embeddings: Whether the output projection shares the embedding's weight. False keeps two
-            weights, for example after an adapter was merged into one of the two weights.
+        tie_word_embeddings: Whether the output projection shares the embedding's weight. Two separate weights
+            are needed, for example, after an adapter was merged into one of them.
 
     Raises:
         ValueError: A size is not positive, or `d_model` is not a multiple of `2 * num_heads`.
@@ -265,10 +265,10 @@ def next_token(
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of targets [B, T] that are not ignored, or 0; cast 16-bit logits to float32."""
+    """Return the mean loss of targets [B, T] in float32 or wider; 0 if all targets are ignored."""
     if logits.dtype in {torch.bfloat16, torch.float16}:
         logits = logits.float()
-    # Sum, then divide: the mean of `F.cross_entropy` is NaN if all targets are ignored.
+    # The sum is divided here, because the mean of `F.cross_entropy` is NaN if all targets are ignored.
     total = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )

@@ -1,16 +1,16 @@
 """Any causal language model of Hugging Face transformers, by hub name or local folder.
 
-The architecture must be built into transformers: code next to the weights is never executed, and attention
-kernels are not downloaded. Weights must be safetensors files, because the older formats are pickles. With
-`HF_HUB_OFFLINE=1` nothing uses the network.
+The architecture must be built into transformers, because code next to the weights is never executed, and no
+attention kernels are downloaded. Weights must be safetensors files, because the older formats are pickles.
+With `HF_HUB_OFFLINE=1` nothing uses the network.
 
 The constructor checks the configuration and the names of the files, so a wrong name fails early. Before
 techniques change the model, `configure_model` reads the weights to the Trainer's device. If this device is
 the meta device, pretrained weights are read to the CPU, and random weights stay on the meta device.
 
-The loss is the mean over targets, weighted by the number of targets, so a step of several micro-batches has
-the gradient of the full batch. Packed documents have `position_ids` that restart at 0. Such documents stay
-separate if the model derives the attention mask from positions, which a test with four tokens checks.
+The loss is the mean over targets. Each micro-batch is weighted by its number of targets, so a step has the
+gradient of the full batch. Packed documents have `position_ids` that restart at 0. Such documents stay
+separate if the model derives the attention mask from positions. A test with four tokens checks the model.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class HFCausalLM(pl.LightningModule):
         attention = None if self._attention == "auto" else self._attention
         options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": False}
         on_meta = torch.empty(0).device.type == "meta"
-        # Random weights depend on a seed from the constructor, not on when a strategy builds the model.
+        # Random weights depend on a seed from the constructor, not on the time at which the model is built.
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(self._seed)
             if not self.hparams["pretrained"]:
@@ -158,8 +158,8 @@ class HFCausalLM(pl.LightningModule):
         last = self(tokens, position_ids=positions)[:, -1].float()
         self.model.train()
         other, same = (last[1:] - last[0]).abs().amax(-1).tolist()
-        # With masked attention, another first document has no effect on the last token. With a recurrent
-        # layer, the effect is about 0.3 % of the effect of another second document.
+        # With masked attention, a change of the first document has no effect on the last token. With a
+        # recurrent layer, the effect is about 0.3 % of the effect of a change of the second document.
         return None if same == 0.0 else other <= 1e-4 * same
 
     @override
@@ -253,7 +253,7 @@ class HFCausalLM(pl.LightningModule):
     def generate(self, tokens: Tensor, *, max_new_tokens: int, **options: Any) -> Tensor:
         """Append at most `max_new_tokens` tokens to each row of `tokens` [B, T]; call `eval()` first.
 
-        The method `generate` of transformers gets these options, and applies the model's generation config.
+        The method `generate` of transformers receives `options`, and applies the model's generation config.
         """
         # Prompts have no padding, so every token takes part in attention.
         options |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": max_new_tokens}
@@ -303,7 +303,7 @@ def check_weights(name: str, config: Any) -> None:
     """
     folder = Path(name).expanduser()
     weights = list(folder.glob("*.safetensors"))
-    # Do not read irregular files: a FIFO would wait for a writer, and a device may never end.
+    # Irregular files are not read, because a FIFO would wait for a writer, and a device may never end.
     irregular = [file.name for file in weights if not file.is_file()]
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     problem = ""

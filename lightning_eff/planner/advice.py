@@ -27,7 +27,7 @@ from lightning_eff.report.meter import samples_and_tokens
 from lightning_eff.run import build_trainer
 
 Options = tuple[str, ...]
-"""Overrides of a recipe that switch a technique on, as a user types them."""
+"""Overrides that switch on a technique, written as on the command line."""
 Compose = Callable[[Sequence[str]], Mapping[str, Any]]
 """Function that composes the recipe with further overrides."""
 TRIED_MICRO_BATCHES = 8
@@ -170,7 +170,7 @@ class AdvisedRecipe:
             if any(map(self.is_on, added)):
                 path = last.partition("=")[0].split(".")
                 size, added = functools.reduce(operator.getitem, path, self.values), []
-            # The size `auto` has already tried smaller micro-batches: nothing is left to halve.
+            # With the size `auto`, the run itself halves micro-batches, so nothing is left to try.
             size = min(size, samples) if isinstance(size, int) else 1
             # size / 2, size / 4, ..., 1.
             for power in range(1, size.bit_length()):
@@ -210,7 +210,7 @@ def mutually_exclusive(first: str, second: str) -> bool:
         >>> mutually_exclusive("+callbacks=micro_batch", "+callbacks=gradient_checkpointing")
         False
     """
-    # An added callback (`+callbacks=x`) is compared in full, a group only by its name.
+    # An added callback (`+callbacks=x`) is compared in full, but a group only by its name.
     names = [word if word.startswith("+") else word.split("=")[0] for word in (first, second)]
     return names[0] == names[1]
 

@@ -85,7 +85,7 @@ class DeviceMemory:
         Args:
             device: A device of the table, or of this machine.
             memory_bytes: Memory of the device; None means the value in the table or of this machine.
-            limit: Limit of host memory before the run; with None, the current limit is read.
+            limit: Limit of host memory before the run; None means the current limit.
 
         Example:
             >>> from lightning_eff.kernels.devices import DEVICES
@@ -234,9 +234,9 @@ def forecast(
     Args:
         values: Recipe, from `config.compose_recipe`.
         memory: Memory of the device, which need not be present.
-        example: Batch to predict with; with None, a batch is loaded from the data.
-        trainer: The run's Trainer, for the checks that `train` makes before data preparation, and for the
-            memory per device on 1 to 1,024 devices. With None, both are skipped.
+        example: Batch to predict with; None means a batch that is loaded from the data.
+        trainer: The run's Trainer, which is needed for the checks that `train` makes before data preparation,
+            and for the table of 1 to 1,024 devices. None skips the checks and the table.
     """
     try:
         with redirect_stdout(sys.stderr):

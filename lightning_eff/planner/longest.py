@@ -87,7 +87,7 @@ def _next_length(tried: Mapping[int, MemoryForecast], low: int, high: int, free_
     if len(tried) >= NUM_GUESSES or (high in tried and high not in sizes):
         return middle
     if len(sizes) < 2:
-        # One size gives no line: grow by a factor of 8 if the length fits, else halve the range.
+        # One size gives no line, so a length that fits grows by a factor of 8. Otherwise the range is halved.
         return min(8 * low, high - 1) if low else middle
     first, second = sorted(sizes, key=lambda length: abs(sizes[length] - free_bytes))[:2]
     # A line through the two sizes nearest to the free memory predicts the length that fills this memory.

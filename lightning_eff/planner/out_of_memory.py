@@ -39,12 +39,12 @@ PHASES = {
     "restore_training_state": "the load of a checkpoint",
     "_restore_modules_and_callbacks": "the load of a checkpoint",
 }
-"""Phase of a run by function of Lightning 2.6; the innermost of these functions in a traceback decides."""
+"""Functions of Lightning 2.6, each with a phase of a run. In a traceback, the innermost function decides."""
 PREDICTED = {"the forward pass": FORWARD, "the backward pass": BACKWARD, "the optimizer step": STEP}
 USABLE = 0.9
 """Fraction of the free memory that an advised step may need, since some workspaces are not predicted."""
 EXPLAINED = 0.5
-"""A step that is predicted to need less than this fraction of the free memory did not cause the error."""
+"""Fraction of the free memory. A step that is predicted to need less did not cause the error."""
 BUDGET_S = 60.0
 """Seconds after which no further override is tried."""
 
@@ -52,7 +52,7 @@ BUDGET_S = 60.0
 def explain_out_of_memory(
     error: BaseException, compose: Compose, limit: HostMemoryLimit
 ) -> RunOutOfMemoryError:
-    """Free the memory of a failed run, and return the error that explains it.
+    """Free the memory of a failed run, and return an error that explains the failure.
 
     Args:
         error: The allocator's error; its traceback is cleared.
@@ -135,7 +135,7 @@ def _lines(phase: str, compose: Compose, limit: HostMemoryLimit, found: dict[str
         reason = "the first batch does not explain this: a later one is larger, or something else allocates"
         dividing = [each.words[0] for each in candidates() if each.divides]
         return [needed, reason, *(f"try: {word}" for word in dividing if not recipe.is_on(word))]
-    # A step that failed needs advice that lowers its prediction, even if the prediction would fit.
+    # The step failed, so the advice must lower the predicted peak even if this peak fits.
     usable_bytes = int(USABLE * min(now.num_bytes, recipe.memory.free_bytes))
     advice = advise(recipe, usable_bytes=usable_bytes, budget_s=BUDGET_S, shows_alone=False)
     if not advice.overrides:

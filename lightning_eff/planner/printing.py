@@ -110,7 +110,7 @@ def _attention_lines(forecast: MemoryForecast) -> Iterator[str]:
 
 
 def advice_text(advice: Advice) -> str:
-    """Return as text the techniques to add, in order, and a table with the saving of each one alone."""
+    """Return as text the techniques to add, in order, and a table of what each technique saves alone."""
     if advice.reason:
         return f"no advice: {advice.reason}"
     lines = ["the batch fits: techniques that save memory only pay off with a larger batch"]

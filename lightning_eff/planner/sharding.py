@@ -71,7 +71,7 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
     its optimizer cannot step, the table is also empty, and `about` has the reason.
 
     Args:
-        values: From `config.compose_recipe`.
+        values: The recipe, from `config.compose_recipe`.
         trainer: The run's Trainer.
         peak: Peak of the predicted step, from which activations are taken; None if not predicted.
     """
@@ -88,7 +88,7 @@ def sharding_table(values: Mapping[str, Any], trainer: pl.Trainer, peak: Peak | 
     try:
         module = model_without_memory(values, adapted_by=trainer)
         failure = "the optimizer cannot step on fake tensors"
-        # DeepSpeed's optimizer has float32 copies of the weights, and the scheme counts the cast weights.
+        # DeepSpeed's optimizer steps on float32 weights; the scheme itself adds the weights that are cast.
         cast = torch.float32 if scheme.own_weights else CAST.get(str(trainer.precision))
         with Fakes() as fakes, quietly():
             fake = fakes.of(module)

@@ -1,8 +1,8 @@
-"""Make operators on fake tensors save the tensors that CUDA operators save, without a GPU.
+"""Make operators on fake tensors save the same tensors as CUDA operators; no GPU is needed.
 
-predict.py and `callbacks/gradient_checkpointing` enter `CudaOperators`. Fake tensors are on a CPU, and CPU
-operators save other tensors for the backward pass than CUDA operators. A prediction for CUDA replaces four
-things:
+predict.py and `callbacks/gradient_checkpointing` enter `CudaOperators`. Fake tensors are on a CPU. CPU
+operators and CUDA operators save different tensors for the backward pass. If memory is predicted for CUDA,
+four things are replaced:
 
 - `F.scaled_dot_product_attention` calls the operator that CUDA would run (core/attention_backends.py), with
   masks and heads prepared as in pytorch's attention.cpp. The fake outputs of this operator have the shapes of
@@ -11,7 +11,7 @@ things:
 - `F.rms_norm` is one operator, which saves its input and one number per row.
 - Autocast has CUDA's lists: norms, softmax, sums and many pointwise operators compute in float32.
 
-Why kernels of the dispatcher: the dispatcher calls a kernel after autocast has cast the operands. Calls from
+Why the dispatcher's kernels are replaced: they are called after autocast has cast the operands. Calls from
 `nn.MultiheadAttention` and from checkpointed blocks also reach such a kernel. Under `torch.inference_mode`
 there is no autograd, so the replaced kernels are not called.
 """
@@ -62,7 +62,7 @@ class CudaOperators(AbstractContextManager["CudaOperators"]):
     def __enter__(self) -> CudaOperators:
         if self._capability:
             self._library = torch.library.Library("aten", "IMPL")
-            # Registered at the autograd key, so that the operators called inside record their own gradients.
+            # Registered at the autograd key, so that autograd records the operators called inside.
             self._library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
             self._library.impl("dropout", _dropout, "AutogradCPU")
             self._library.impl("rms_norm", _rms_norm, "AutogradCPU")
@@ -191,12 +191,12 @@ WIDEST = {
 }
 """Operators that compute in the widest dtype of their operands."""
 NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-"""For each overload of norm, the overload with a dtype argument that is called instead."""
+"""Overloads of norm, each with its replacement, which takes a dtype argument."""
 INSIDE = {
     *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "cudnn_convolution", "cudnn_convolution_transpose"),
     *("_scaled_dot_product_flash_attention", "_cudnn_rnn"),
 }
-"""Operators that need no cast, because operators that call them have already cast the operands."""
+"""Operators that need no cast, because their callers have already cast the operands."""
 
 
 def autocast_kernels() -> Iterator[tuple[str, Any]]:

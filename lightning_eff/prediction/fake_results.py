@@ -25,7 +25,7 @@ PLAIN = {
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 }
-"""Types of arguments that go into a key unchanged."""
+"""Types of arguments that are added to a cache key without conversion."""
 BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operations whose result is not stored."""
 OPERAND, VIEW, NEW = range(3)
@@ -54,14 +54,14 @@ class FakeResults:
             out = func(*args, **kwargs)
             # An operation without operands is a factory, whose result depends on the default device.
             is_kept = func.namespace == "aten" and BY_VALUE.isdisjoint(func.tags) and bool(operands)
-            # An empty `out=` tensor is resized, and a recipe would not repeat this.
+            # An empty `out=` tensor is resized, and a recipe would not repeat the resize.
             is_kept &= sizes == [(each.shape, each.untyped_storage().nbytes()) for each in operands]
             self._recipes[found] = is_kept and _recipe_of(out, operands, storages)
             return out
         if recipe is False:
             return func(*args, **kwargs)
         kind, outputs = recipe
-        # The operation has run before on operands with the same metadata: make its outputs from the recipe.
+        # The operation has run before on operands with the same metadata, so the recipe gives its outputs.
         made = [None if output is None else self._make(output, operands) for output in outputs]
         return made[0] if kind is None else kind(made)
 

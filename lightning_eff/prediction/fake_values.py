@@ -1,8 +1,8 @@
 """Provide values for fake tensors: real values if they can be computed, plausible values otherwise.
 
 `Fakes` enters the mode `FakeValues`. The values of constants and of the batch's small integer tensors are
-known, and operations propagate known values. If a value is unknown, the training is assumed to go well: `all`
-and `isfinite` are true, `any` and `isnan` false, and a loss scaler finds no infinity. Other unknown bools are
+known, and operations propagate known values. If a value is unknown, training is assumed to go well: `all` and
+`isfinite` are true, `any` and `isnan` are false, and a loss scaler finds no infinity. Other unknown bools are
 True, other integers are 1, and other floats are 0.01, which is neither zero nor a large fraction. Each
 assumed value is recorded with the line of user code that reads it. Reads by this package are not recorded.
 
@@ -33,7 +33,7 @@ aten: Any = torch.ops.aten
 
 PACKAGE = Path(__file__).parent.parent
 OWN = tuple(PACKAGE / name for name in ("prediction", "planner", "report"))
-"""Folders of the prediction's own code, whose reads of values are not reads by the training."""
+"""Folders of this suite's own code. When this code reads a value, no assumption is recorded."""
 SMALL = 1 << 20
 """Maximum number of elements of a tensor whose values are propagated; enough for a million tokens."""
 SMALL_CONSTANT = 1024
@@ -41,7 +41,7 @@ SMALL_CONSTANT = 1024
 CONSTANTS = ("full", "zeros", "ones", "scalar_tensor", "arange", "lift_fresh", "zeros_like", "ones_like")
 """Operations whose result does not depend on the values of their inputs."""
 FALSE = ("any", "isnan", "isinf", "ne", "logical_or", "bitwise_or", "equal")
-"""Operations whose result is False in a training that goes well."""
+"""Operations whose result is False if training goes well."""
 DEFAULT_FLOAT = 0.01
 NORM_WEIGHT_INDEX = {
     aten.native_batch_norm.default: 1,
@@ -49,11 +49,11 @@ NORM_WEIGHT_INDEX = {
     aten.native_layer_norm.default: 2,
     aten.native_group_norm.default: 1,
 }
-"""Norms that return a result and two statistics, with the index of the weight in their arguments."""
+"""Norms that return a result and two statistics, each norm with the index of its weight argument."""
 
 
 class FakeValues(InfraMode):
-    """Answers reads of values (`item`, `bool`, ...), because torch's `FakeTensorMode` has no values."""
+    """Returns a value when code reads a fake tensor (`item`, `bool`, ...); `FakeTensorMode` has no values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class FakeValues(InfraMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the real result of an operation if the values of all its inputs are known, else None."""
-        # In-place results are not propagated, and real random numbers would differ from the run's.
+        # In-place results are not propagated, and random numbers drawn here would differ from the run's.
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:  # noqa: SLF001
             return None
         leaves, spec = tree_flatten((args, kwargs))

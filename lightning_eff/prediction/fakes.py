@@ -1,11 +1,11 @@
-"""Run a training on any machine without allocating its memory, with torch's fake tensors.
+"""Run training steps on any machine with torch's fake tensors, without allocating the memory of a real run.
 
 predict.py and the planner enter `Fakes`. A fake tensor has shape, dtype, device and storage size, but no
-values; fake_values.py provides the values that a training reads. This package uses torch's private names for
+values; fake_values.py provides the values that a step reads. This package uses torch's private names for
 fake tensors (2.10-2.13). Three functions of torch do not work with fakes, so they are replaced while `Fakes`
 is entered:
 
-- `Module.to`, which swaps parameters and fails if something else refers to a parameter;
+- `Module.to`, which swaps parameters, and fails if another object refers to a parameter;
 - `copy.deepcopy` of a tensor;
 - `Tensor._make_subclass`, which creates quantized weights.
 
@@ -36,7 +36,7 @@ from lightning_eff.prediction.fake_values import SMALL, FakeValues
 from lightning_eff.report.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
-"""Device of fake copies, also in a prediction for CUDA."""
+"""Device of fake copies, even if memory is predicted for CUDA."""
 PLAIN = (Tensor, nn.Parameter)
 """Tensor types that have no memory besides their storage."""
 COMPILED = "compiled modules are counted as if uncompiled, an upper bound"
@@ -66,7 +66,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
     @staticmethod
     def opened() -> Fakes | None:
-        """Return the instance that is currently entered; None outside of a prediction."""
+        """Return the instance that is currently entered; None if no memory is being predicted."""
         return _entered.get()
 
     @override
@@ -90,14 +90,14 @@ class Fakes(AbstractContextManager["Fakes"]):
     def __exit__(self, *error: object) -> None:
         self._open.close()
         self._is_hidden = False
-        # bitsandbytes (0.50) caches quantization maps: remove the fake ones.
+        # bitsandbytes (0.50) caches quantization maps, so remove the fake maps.
         for name, attribute in (("functional", "name2qmap"), ("backends.utils", "_code_4bit_cache")):
             cache: dict[Any, Any] = getattr(sys.modules.get(f"bitsandbytes.{name}"), attribute, {})
             for key in [key for key, value in cache.items() if isinstance(value, FakeTensor)]:
                 del cache[key]
 
     def _uncompiled(self, model: Any = None, **options: Any) -> Any:
-        """Replace `torch.compile`: run the model or function without compiling it."""
+        """Replace `torch.compile`, and run the model or function without compiling it."""
         if model is None:
             return functools.partial(self._uncompiled, **options)
 
@@ -107,7 +107,8 @@ class Fakes(AbstractContextManager["Fakes"]):
             is_counted = isinstance(mode, LiveBytes)
             if torch.is_grad_enabled() and COMPILED not in self.assumed:
                 self.assumed.append(COMPILED)
-            # A compiled function without grad mode is an optimizer's update: do not count its temporaries.
+            # A compiled function that runs with grad mode off is an optimizer's update. Its temporaries are
+            # not counted.
             is_update = is_counted and not torch.is_grad_enabled()
             without_mode = torch_private("torch.utils._python_dispatch:_pop_mode_temporarily", COMPILED_PLAN)
             with without_mode() if is_update else nullcontext():
@@ -142,7 +143,7 @@ class Fakes(AbstractContextManager["Fakes"]):
             new = _like(real, storages)
             is_integer = not (real.is_meta or real.is_floating_point() or real.is_complex())
             if is_integer and real.numel() <= SMALL:
-                with real_tensors(), suppress(RuntimeError):  # a forked process cannot read a GPU
+                with real_tensors(), suppress(RuntimeError):  # a forked process cannot use CUDA
                     self._values.known[new] = real.detach().to("cpu", copy=True)
             return new
 
@@ -150,7 +151,7 @@ class Fakes(AbstractContextManager["Fakes"]):
 
 
 class FakeLoader(DataLoader[Any]):
-    """Replace the run's loader: yield `num_batches` new batches per epoch, or with None endlessly many."""
+    """Replaces the run's loader, and yields `num_batches` new batches per epoch; None means no end."""
 
     def __init__(self, make: Callable[[], Any], batch_size: int, num_batches: int | None) -> None:
         dataset: Any = _Endless() if num_batches is None else range(batch_size * num_batches)
@@ -180,7 +181,7 @@ def _copied(value: Any, make: Callable[[Tensor, dict[int, Any]], Any]) -> Any:
         memo[id(real)] = new
         return new
 
-    # `copy.deepcopy` keeps parameters shared that several modules share.
+    # `copy.deepcopy` copies a shared parameter once, so the copied modules share the copy.
     with ExitStack() as stack:
         for kind in (*PLAIN, FakeTensor):
             stack.enter_context(patch.object(kind, "__deepcopy__", copy_tensor))
@@ -236,7 +237,7 @@ def _deepcopy(self: Tensor, memo: dict[Any, Any]) -> Tensor:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - torch's signature
-    """Replace `Module._apply`: keep the parameter objects and change their data, as with real tensors."""
+    """Replace `Module._apply`, to keep the parameter objects and change their data, as with real tensors."""
     for module in self.children() if recurse else ():
         module._apply(fn)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     with torch.no_grad():

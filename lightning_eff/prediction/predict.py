@@ -6,8 +6,8 @@ all techniques of the Trainer and a batch of the right shapes. Loggers, checkpoi
 that only observe are left out. For a CPU, the count matches `EfficiencyReport` to the byte. For a GPU,
 operators and autocast behave as on CUDA (cuda_operators.py).
 
-A prediction ends at code that needs values or memory, for example a C++ extension, or `tolist()` in a
-`training_step`. `Prediction.reason` then has the cause.
+A prediction stops at code that needs real values or memory, for example at a C++ extension, or at `tolist()`
+in a `training_step`. `Prediction.reason` then has the cause.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MONITORS = "lightning_eff.monitors."
 
 @runtime_checkable
 class JoinsPrediction(Protocol):
-    """A technique that behaves differently in a prediction; other techniques take part unchanged."""
+    """A technique that behaves differently while memory is predicted; other techniques stay unchanged."""
 
     def join_prediction(self, gpu: Device | None) -> bool:
         """Prepare for two steps on fake tensors; return whether to take part.
@@ -80,7 +80,7 @@ class Prediction:
 
     Args:
         peak: Peak of all tensors, exact to the byte for a CPU; None if the step could not be run.
-        in_blocks: Peak in blocks, as CUDA's allocator counts memory, without tensors in host memory.
+        in_blocks: Peak of all tensors that are not in host memory, each rounded up to CUDA's block size.
         assumed: Assumptions behind the peak, one sentence each.
         reason: Why there is no peak.
         flops: Floating-point operations of a batch.
@@ -122,8 +122,8 @@ def predict(
         data: A data module, if its hooks change batches.
         num_batches: Batches per epoch; None for an endless loader.
         batch_size: `batch_size` of the loader; None means the length of the batch's first tensor.
-        capability: Compute capability, times ten, of the GPU to predict for, which need not be present. The
-            capability selects how attention, dropout and float8 behave. 0 means this CPU.
+        capability: Compute capability of the GPU, times ten; the GPU need not be present. The capability
+            selects how attention, dropout and float8 behave. 0 means this CPU.
         memory_bytes: Memory of the GPU, which decides the tile size of the tiled loss; None means the memory
             of a known GPU with this capability.
 
@@ -164,7 +164,7 @@ def predict_inside(
     """Predict like `predict`, inside `fakes` that are already entered.
 
     If `fakes` belong to another running prediction, the device of that prediction applies. `recorder` records
-    the steps; with None, a new recorder is created.
+    the steps; None means a new recorder.
     """
     gpu, batches = devices.gpu_of(torch.empty(0)), [batch]
     with quietly() as warned:
@@ -238,7 +238,7 @@ def predict_step(
         def run(probe: Probe) -> nn.Module:
             module = fakes.of(model) if isinstance(model, nn.Module) else model()
             made = optimizer([p for p in module.parameters() if p.requires_grad])
-            # Two steps: the first one allocates the optimizer's state, the second one has the peak.
+            # The first of two steps allocates the optimizer's state, and the second step has the peak.
             for _ in range(2):
                 fake_batch = fakes.of(batch)
                 probe.begin(fake_batch, module, [made])
@@ -252,7 +252,7 @@ def predict_step(
 
 
 def _predicted(run: Callable[[Probe], nn.Module], fakes: Fakes, recorder: Recorder) -> Prediction:
-    """Run a training and return its peak, or the reason for its failure; `run` returns the trained model."""
+    """Call `run`, which returns the trained model; return the peak, or the reason for a failure."""
     probe = Probe(recorder)
     try:
         model = run(probe)

@@ -32,9 +32,9 @@ from lightning_eff.report.recording import ACTIVATIONS, TEMPORARIES, Allocation,
 MIN_SAVING = 0.05
 """Minimum saving of a suggestion, as a fraction of the peak."""
 MIN_TIME = 0.3
-"""Minimum fraction of step time in a kind of operation; techniques for other kinds are not suggested."""
+"""Minimum fraction of the step time. If a kind of operation takes less, no technique for it is suggested."""
 SMALL_OPERATION_S = 20e-6
-"""Seconds. Operations with a smaller mean time take as long to launch as to compute."""
+"""Seconds. If operations take less on average, launching an operation takes as long as computing it."""
 MAX_SUGGESTIONS = 5
 
 
@@ -57,7 +57,7 @@ class Suggestion:
 
     @property
     def remedy(self) -> str:
-        """Text for the user to paste: an override, Python code if no recipe is running, or a code change."""
+        """Text for the user to paste: an override, a code change, or Python code if no recipe is running."""
         if self.technique is None:
             return self.change
         name = name_of(self.technique)
@@ -79,7 +79,7 @@ class Observed:
 
     Args:
         trainer: Trainer of the run, at the end of `fit`.
-        recorder: Record of the first steps; None if live bytes were not counted, as on a GPU.
+        recorder: Record of the first steps; None if live bytes were not counted (on a GPU).
         measured: Figures of the report, as `Meter.summary` returns them.
         sample: A few samples of the first batch, as a smaller batch; None if the batch cannot be split.
         num_samples: Number of samples in the first batch.
@@ -103,7 +103,7 @@ class Observed:
 
     @property
     def small_operations(self) -> str:
-        """Reason that larger micro-batches would be faster; empty if operations are large or not timed."""
+        """Reason why larger micro-batches would be faster; empty if operations are large or not timed."""
         mean_s = self.time.get("operation_s") or SMALL_OPERATION_S
         text = f"{self.time.get('num_operations')} operations a batch take {1e6 * mean_s:.0f} us on average"
         return f"{text}: launching them takes as long" if mean_s < SMALL_OPERATION_S else ""
@@ -133,7 +133,7 @@ class Observed:
         return [type(each) for each in self.trainer.optimizers] == [AdamW] and (is_chosen or is_free)
 
     def is_worth(self, peak_bytes: int) -> bool:
-        """Return whether a predicted peak saves at least `MIN_SAVING` of the recorded peak."""
+        """Return whether a predicted peak is lower than the recorded peak by at least `MIN_SAVING`."""
         return self.peak_bytes - peak_bytes >= MIN_SAVING * self.peak_bytes > 0
 
     @cached_property
@@ -156,7 +156,7 @@ class Observed:
         return [index for index, each in made if each.category == TEMPORARIES and each.phase == STEP]
 
     def owners(self, modules: Collection[str]) -> list[str]:
-        """Return a module name for each allocation; empty if none of `modules` made the allocation."""
+        """Return, for each allocation, which of `modules` made the allocation (empty if none of them)."""
 
         @cache
         def owner_of(path: str) -> str:

@@ -1,11 +1,11 @@
 """Detect which kernels computed attention, from the operations of one forward pass.
 
 `FlopCount` and `Recorder` pass each operation to `AttentionWatch`. `F.scaled_dot_product_attention` chooses a
-backend for each call. PyTorch does not warn if only the backend `math` is possible, whose memory is quadratic
-in the number of tokens. A fused kernel is a single operation, which is recognized by its name. Quadratic
-attention is recognized by its softmax. The backend `math` calls `_safe_softmax`. Models that compute the
-scores themselves call `_softmax` on a [.., T, T] tensor, for example `nn.MultiheadAttention` with
-`need_weights=True`, or `eager` in transformers.
+backend for each call. The memory of the backend `math` is quadratic in the number of tokens, but PyTorch does
+not warn if only this backend is possible. A fused kernel is a single operation, which is recognized by its
+name. Quadratic attention is recognized by its softmax. The backend `math` calls `_safe_softmax`. Some modules
+compute the scores themselves, for example `nn.MultiheadAttention` with `need_weights=True`, or `eager` in
+transformers. Such modules call `_softmax` on a [.., T, T] tensor.
 
 In a compiled graph only fused kernels are detected, because the compiler fuses the softmax of quadratic
 attention with neighbouring operations.
@@ -33,7 +33,7 @@ FUSED = re.compile(
     r"|_(flash|efficient)_attention_forward|(flex)_attention|_?(varlen)_attn"
     r"|_?(flash_attn)_(?:varlen_)?(?:fwd|forward)\w*"
 )
-"""Pattern for names of fused kernels in torch 2.13 and flash_attn; the matching group is the backend."""
+"""Pattern for names of fused kernels in torch 2.13 and flash_attn; the matching group names the backend."""
 REMEDIES = {
     "math": (
         "dropout 0.0 on a CPU, half precision without a mask on CUDA; "
@@ -164,7 +164,7 @@ class AttentionWatch:
 
 @functools.cache
 def _backend_of(func: Any) -> str:
-    """Return an operation's attention backend, `softmax` for a softmax of unknown use, or an empty string."""
+    """Return an operation's attention backend; `softmax` for a plain softmax; empty for other operations."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]
     if fused := FUSED.fullmatch(name):
         return fused[fused.lastindex or 0]

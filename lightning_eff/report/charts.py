@@ -19,7 +19,7 @@ LEFT, TOP, RIGHT, BOTTOM = 72, 8, 472, 184
 """Edges of the plot in units of the SVG view box; text is 14 units high, which is readable on a phone."""
 NUM_TICKS = 5
 LABEL_HEIGHT, NAME_LENGTH = 17, 24
-"""Height in view box units, and maximum number of characters, of a dot's name in a scatter chart."""
+"""For a dot's name in a scatter chart: height in view box units, and maximum number of characters."""
 BASELINE_COLOR = 1
 """Index of the baseline's colour in the template."""
 Chart = dict[str, Any]
@@ -42,7 +42,7 @@ class Scale:
         values: Values that the axis covers.
         begin: Coordinate of the smallest value.
         end: Coordinate of the largest value.
-        is_extended: Whether to extend the axis to a tick at both ends.
+        is_extended: Whether to extend the axis, so that each end is a tick.
 
     Example:
         >>> axis = Scale([0, 30, 35], 100, 200, is_extended=True)
@@ -56,11 +56,11 @@ class Scale:
         largest = max(abs(self._low), abs(self._high))
         if self._high - self._low <= max(1e-12 * largest, 1e-300):  # ticks would be indistinguishable
             self._high += largest or 1.0
-        # The tick distance is 1, 2 or 5 times a power of ten, for about NUM_TICKS ticks.
+        # The tick distance is 1, 2 or 5 times a power of ten, so that there are about NUM_TICKS ticks.
         least = (self._high - self._low) / NUM_TICKS
         power = 10.0 ** math.floor(math.log10(least))
         self._step = next(factor * power for factor in (1, 2, 5, 10) if factor * power > 0.999 * least)
-        # The tolerance absorbs rounding errors, so that a limit on a tick is not extended.
+        # The tolerance absorbs rounding errors, so that an end that is already on a tick stays there.
         if is_extended:
             self._low = self._step * math.floor(self._low / self._step + 1e-6)
             self._high = self._step * math.ceil(self._high / self._step - 1e-6)

@@ -229,11 +229,11 @@ def render_page(page: Mapping[str, Any]) -> str:
     """Return the HTML of a page.
 
     Args:
-        page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` is a pair of sentences
-            and override. An item of `figures` is a name, a value and the baseline's value. `lead` lists the
-            tables above the charts, and `tables` lists the tables below the charts. A table is a title, a
-            header and rows. A float in a row is a fraction, which is drawn as a bar. `raw` is shown as JSON
-            at the end of the page.
+        page: Values by key; `EMPTY_PAGE` has the keys and their defaults. `failure` is a pair of the
+            sentences and the overrides. An item of `figures` is a name, a value and the baseline's value.
+            `lead` lists the tables above the charts, and `tables` lists the tables below the charts. A table
+            is a title, a header and rows. A float in a row is a fraction, which is drawn as a bar. `raw` is
+            shown as JSON at the end of the page.
 
     Example:
         >>> "a &lt; b" in render_page({"title": "a < b", "verdict": "fine"})
@@ -255,7 +255,7 @@ def notebook_frame(report: Report) -> str:
 
 
 def _failure(report: Report) -> tuple[Sequence[str], str] | None:
-    """Return sentences that explain an OOM error, and overrides that would avoid it."""
+    """Return sentences that explain an OOM error, and overrides that would avoid the error."""
     found: Report = report.get("out_of_memory") or {}
     sentences = list(found.get("sentences", ()))
     if snapshot := report.get("memory_snapshot"):
@@ -420,6 +420,6 @@ def _first_steps_chart(memory: Report) -> list[Chart]:
 
 
 def _byte_unit(largest: float) -> tuple[float, str]:
-    """Return the unit in which `human_bytes` shows a size: its number of bytes and its name."""
+    """Return the unit that `human_bytes` uses for a size: the bytes in this unit, and the unit's name."""
     unit = human_bytes(largest).split()[1]
     return UNITS.get(unit, 1), unit

@@ -54,7 +54,7 @@ def _replace(file: Path, text: str) -> None:
     """Replace a file atomically, because other processes read it while a failed run's ranks are killed."""
     part = file.with_suffix(f"{file.suffix}.part")
     try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # for lone surrogates
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")  # UTF-8 has no lone surrogates
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def read_baseline(path: StrPath) -> dict[str, Any]:
 
 
 def run_title(folder: Path, recipe: str, module: object) -> str:
-    """Return a title with recipe and run folder or, without a recipe, with module class and run folder.
+    """Return a title with the run folder and the recipe, or with the module's class if there is no recipe.
 
     Example:
         >>> run_title(Path("/home/outputs/lm/sweep_1/0"), "lm", None), run_title(Path("/home/run_2"), "", "a")
@@ -121,7 +121,7 @@ def run_title(folder: Path, recipe: str, module: object) -> str:
 
 
 def write_snapshot(device: torch.device, folder: Path) -> bool:
-    """Write a snapshot of the allocator's blocks before an error frees them; return whether it exists."""
+    """Write a snapshot of the allocator's blocks before an error frees the blocks; return True if written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return allocator.write_snapshot(device, folder / SNAPSHOT_FILE)

@@ -2,8 +2,8 @@
 
 `Probe` (meter.py) uses `FlopCount` on GPUs and for compiled models; recording.py uses `flops_of`. The
 formulas for matrix products, convolutions and attention are PyTorch's own
-(`torch.utils.flop_counter.flop_registry`). A multiply-add counts as two FLOPs. This module adds formulas that
-the registry lacks in torch 2.13, for attention's CPU kernel and for in-place products such as `addmm_`.
+(`torch.utils.flop_counter.flop_registry`). A multiply-add counts as two FLOPs. In torch 2.13, the registry
+lacks attention's CPU kernel and in-place products such as `addmm_`, so this module adds their formulas.
 Operations without a formula, such as fused recurrent layers, are not counted. Under `inference_mode` nothing
 is counted, because composite operations are not decomposed. Why not `FlopCounterMode`: flex attention raises
 inside that mode, and the mode's module hooks add nodes to the measured autograd graph.
@@ -81,7 +81,7 @@ def _formula_of(func: Any) -> Callable[..., int] | None:
 
 
 def _ungrouped(args: Any) -> list[Any]:
-    """Return the operands' shapes all with equal heads, since torch 2.11 cannot count grouped heads."""
+    """Return the operands' shapes with equal head counts, since torch 2.11 cannot count grouped heads."""
     shapes = [arg.shape if isinstance(arg, torch.Tensor) else arg for arg in args]
     with_heads = [shape for shape in shapes if isinstance(shape, torch.Size) and len(shape) == 4]
     num_heads = max((shape[1] for shape in with_heads), default=0)

@@ -23,7 +23,7 @@ Point = tuple[float, float]
 
 
 def thinned(points: Sequence[Point], num_points: int = NUM_POINTS) -> list[Point]:
-    """Average every k consecutive points, so that at most `num_points` remain; a mean is at its last step.
+    """Replace every k consecutive points by their mean at the last step; at most `num_points` remain.
 
     Example:
         >>> thinned([(1, 4.0), (2, 2.0), (3, 1.0)], 2)
@@ -63,7 +63,7 @@ class History:
 
 
 class Validation(History):
-    """History of the validation metrics, which are all metrics that first appeared during a validation."""
+    """History of the validation metrics, that is, of all metrics that first appeared during a validation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,9 +2,9 @@
 
 `Recorder` (recording.py) extends `LiveBytes` to keep every event. A dispatch mode inspects each operation's
 results. The count grows by the bytes of a new storage, and shrinks when the storage is garbage-collected. So
-tensors that share a storage count once, and every run gives the same count to the byte. The count misses
-memory that an operation allocates and frees internally, and the resize of a storage outside of an operation.
-Meta tensors have no memory and are skipped.
+tensors that share a storage count once, and every run gives the same count to the byte. The count excludes
+memory that an operation allocates and frees internally. If a storage is resized outside of an operation, the
+count changes when a later operation returns the storage. Meta tensors have no memory and are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 
 class InfraMode(TorchDispatchMode):
-    """Base of dispatch modes that observe operations without changing them; flex attention accepts them."""
+    """Base class of dispatch modes that only observe operations; flex attention accepts such modes."""
 
     supports_higher_order_operators = True
 
@@ -79,7 +79,7 @@ class LiveBytes(InfraMode):
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def on_change(self, key: int, num_bytes: int | None, shape: tuple[int, ...] = ()) -> None:  # noqa: ARG002
-        """Count a new, resized or freed storage, which `key` identifies; `num_bytes` is None if freed."""
+        """Count a new, resized or freed storage, which `key` identifies; `num_bytes=None` means freed."""
         reference, before = self._alive.pop(key)
         self.now_bytes += (num_bytes or 0) - before
         if num_bytes is not None:
@@ -123,7 +123,7 @@ def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tenso
             yield value
         else:
             inner = [getattr(value, name) for name in flatten()[0]]
-            # Skip a DTensor's mesh, which torch 2.13 also lists: the mesh has a tensor of rank numbers.
+            # Skip a DTensor's mesh (a tensor of rank numbers), which torch 2.13 lists, too.
             yield from tensors_in([each for each in inner if isinstance(each, Tensor)], seen)
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:

@@ -37,7 +37,7 @@ MEMORY_INTERVAL_S = 0.1
 
 
 class LoggedFigures:
-    """Sends figures to loggers; call `begin_step` before each optimizer step, `end_batch` after each batch.
+    """Sends figures to loggers: call `begin_step` before an optimizer step, and `end_batch` after a batch.
 
     All ranks must call both methods, because the norm of a sharded gradient needs a collective.
     """

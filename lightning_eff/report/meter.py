@@ -1,10 +1,10 @@
 """Measure the batch times, throughput, FLOPs, peak memory and data wait of one fit.
 
-`EfficiencyReport` creates a `Meter` for each fit; predict.py uses only a `Probe`. `Probe` counts every
-operation of the first batches and, on a CPU, every live byte. Counting slows a batch down, so it stops after
-the first batch; later batches repeat the same operations. On a CPU, counting stops after two optimizer steps.
-From the second step on, parameters, gradients, optimizer state and activations are alive at once. Counting
-does not change the training. The parts of a step are timed later, in batches at normal speed (step_time.py).
+`EfficiencyReport` creates a `Meter` for each fit; predict.py uses only a `Probe`. `Probe` counts the
+operations of the first batch, because later batches repeat the same operations. On a CPU, `Probe` also counts
+live bytes, for two optimizer steps. Starting with the second step, parameters, gradients, optimizer state and
+activations are alive at once. Counting slows a batch down, but does not change the training. The parts of a
+step are timed later, in batches at normal speed (step_time.py).
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Probe:
         """Return whether counting is finished after `steps` optimizer steps of this fit."""
         if not isinstance(self._count, Recorder):
             return self.num_batches > 0
-        # If a batch takes several steps, only the second batch holds optimizer state and activations at once.
+        # Even if a batch takes several steps, a second batch is needed: only then are the optimizer state
+        # and activations alive at once.
         return steps >= 2 and self.num_batches >= 2
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
@@ -199,11 +200,11 @@ class Meter:
         device: Device of the model.
         epoch_loop: The Trainer's epoch loop, which waits for data.
         num_warmup_batches: Number of untimed batches after the counted batches.
-        is_counted: Count the operations of the first batch. On a CPU, also count the live bytes of the first
-            batches.
+        is_counted: Whether to count the operations of the first batch and, on a CPU, the live bytes of the
+            first batches.
         is_compiled: Whether a part of the model is compiled. If True, no operations are counted, and only
             fused attention is detected.
-        strategy: The strategy whose methods are timed as parts of a step; with None, parts are not timed.
+        strategy: The strategy whose methods are timed as parts of a step; None if no parts are timed.
     """
 
     def __init__(
@@ -252,7 +253,8 @@ class Meter:
             self.is_probing = not self.probe.is_done(num_steps)
         elif self._num_warmup_batches > 0:
             self._num_warmup_batches -= 1
-        # The order is counting, warm-up, timing of parts. Batches with hooks are slow, so they are left out.
+        # The order is counting, warm-up, timing of parts. Hooks slow a batch down, so the throughput leaves
+        # out batches with hooks.
         if self.times is not None and not self.times.is_done and not self.is_probing:
             left_out |= not self.times.is_typical
             if not self._num_warmup_batches:
@@ -288,7 +290,7 @@ class Meter:
         """Return the figures as plain values; None for figures that were not measured.
 
         Args:
-            dtype: Operand dtype of matrix products, for the device's peak rate.
+            dtype: Dtype of the operands of matrix products, which selects the device's peak rate.
             world_size: Number of devices. Samples/s and tokens/s are totals over all devices; other figures
                 are per device.
         """

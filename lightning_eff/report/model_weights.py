@@ -1,7 +1,7 @@
 """Describe a model by the sizes of its weights and of their optimizer state after one step.
 
-planner/sharding.py reads the `ModelWeights` of a fake model, and each strategy's `Sharding` computes bytes
-from them.
+planner/sharding.py creates the `ModelWeights` of a fake model. From these weights, each strategy's `Sharding`
+computes the bytes per device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelWeights:
     def of(
         cls, model: nn.Module, blocks: Iterable[nn.Module] = (), optimizer: Optimizer | None = None
     ) -> ModelWeights:
-        """Read the weights of a model, which may be fake; step its optimizer once to create the state.
+        """Read the sizes of a model's weights (real or fake); step the optimizer once to create its state.
 
         Example:
             >>> layer = nn.Linear(3, 2, bias=False)

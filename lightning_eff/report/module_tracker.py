@@ -1,10 +1,10 @@
 """Track the running module and the phase of a training step.
 
 recording.py, flops.py and step_time.py use `ModuleTracker`. Global module hooks maintain a stack of the
-modules being called. During the forward pass, each operation's autograd sequence number is mapped to the
+running modules. During the forward pass, each operation's autograd sequence number is mapped to the
 innermost module. In the backward pass the running autograd node has the same number, so a gradient is
-attributed to the module of its forward operation. Only this module uses torch's private names for these
-numbers (torch 2.10-2.13).
+attributed to the module of its forward operation. Torch's private names for these numbers (torch 2.10-2.13)
+are used in this file alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ModuleTracker:
         self._entered, self._left = entered, left
         self.phase = FORWARD
         self.is_recomputing = False
-        """Whether a forward pass runs inside the backward pass, as gradient checkpointing does."""
+        """Whether a forward pass is running inside the backward pass, as gradient checkpointing requires."""
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._by_sequence_number: dict[int, str] = {}

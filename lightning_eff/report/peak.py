@@ -22,7 +22,7 @@ POINTS = 200
 NOUNS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"), "output of") | {
     "_log_softmax": "log-probabilities in", "_to_copy": "cast in", "empty": "workspace in",
 }  # fmt: skip
-"""Description of an operation's result in the forward pass, up to the name of the module."""
+"""Description of a forward operation's result, to which the module's name is appended."""
 BACKWARD_NOUNS = {
     "_log_softmax_backward_data": "gradient of the logits in",
     "nll_loss_backward": "gradient of the log-probabilities in",
@@ -31,7 +31,7 @@ BACKWARD_NOUNS = {
 
 @dataclass(frozen=True)
 class Holder:
-    """A group of storages alive at the peak that differ only in the number of their layer."""
+    """A group of storages that are alive at the peak and differ only in the number of their layer."""
 
     category: str
     operation: str
@@ -53,8 +53,8 @@ class Peak:
         path: Name of the module that ran the operation.
         by_category: Bytes at the peak by category.
         by_phase: Bytes by category at the peak of each phase.
-        passing_bytes: Maximum of the sum of batch, activations and temporaries, outside the optimizer step.
-            No sharding strategy divides these bytes.
+        passing_bytes: Maximum total of the batch, activations and temporaries outside the optimizer step. No
+            sharding strategy divides these bytes.
         holders: The largest holders at the peak.
         timeline: Event number, phase and bytes by category, at up to `POINTS` moments.
     """
@@ -74,7 +74,7 @@ class Peak:
         """Replay a record to find its peak.
 
         Args:
-            recorder: The record, after the step.
+            recorder: The record of finished steps.
             block_bytes: Allocation granularity; each storage is rounded up to a multiple of `block_bytes`.
             on_device: Whether to leave out storages that stay in host memory.
         """
@@ -123,7 +123,7 @@ class Peak:
 
 
 def host_bytes(recorder: Recorder) -> int:
-    """Return the peak of the bytes that stay in host memory, whichever device the run uses."""
+    """Return the peak bytes of storages that stay in host memory, even if the run uses a GPU."""
     sizes: dict[int, int] = {}
     live = top = 0
     for event in recorder.events:

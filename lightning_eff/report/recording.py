@@ -89,7 +89,7 @@ class Recorder(LiveBytes):
         self.allocations: list[Allocation] = []
         self.events: list[Event] = []
         self.on_host: set[int] = set()
-        """Indices of storages that stay in host memory, whichever device the run uses."""
+        """Indices of storages that stay in host memory, even if the run uses a GPU."""
         self.flops = 0
         """FLOPs of all operations recorded so far."""
         self._index_of: dict[int, int] = {}
@@ -115,7 +115,7 @@ class Recorder(LiveBytes):
         """Collects attention calls of the first forward pass."""
 
     def begin(self, batch: object, module: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
-        """Count the storages before a batch; the caller closes the returned stack after the batch."""
+        """Count the storages that exist before a batch; close the returned stack after the batch."""
         self._module, self._optimizers, self._operation = module, list(optimizers), ""
         self._blocks = {block: name for name, block in repeated_blocks(module).items()}
         hooks = ExitStack()

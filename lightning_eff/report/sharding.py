@@ -2,8 +2,8 @@
 
 Strategies implement `Sharding`, and planner/sharding.py calls its methods. One formula (`Sharding.kept`) fits
 all strategies, because N devices hold exactly one copy of each sharded tensor. ZeRO shards optimizer state
-from stage 1, gradients from stage 2, and weights in stage 3; FSDP2 is stage 3. Strategies also differ in how
-they cut tensors, and in temporary buffers (strategy/_fsdp2.py and strategy/_zero_partitions.py). Shards
+from stage 1, gradients from stage 2, and weights in stage 3; FSDP2 counts as stage 3. Strategies also differ
+in how they cut tensors, and in temporary buffers (strategy/_fsdp2.py, strategy/_zero_partitions.py). Shards
 include padding, so each figure is the maximum over all devices. The computation starts no process and
 allocates no memory.
 
@@ -43,9 +43,9 @@ class DeviceShare:
     host: float = 0
 
     def device(self, activations: float = 0) -> float:
-        """Return an upper bound of the bytes on the device; `activations` is the bytes of activations."""
+        """Return an upper bound of the bytes on the device; `activations` is the size of all activations."""
         total = self.weights + self.gradients + self.optimizer + self.gathered + self.buffers
-        # Late bytes reuse the memory of freed activations, so only the larger of both is added.
+        # Late bytes reuse the memory of freed activations, so only the larger amount is added.
         return total + max(0, activations - self.late)
 
 
@@ -67,12 +67,12 @@ class Sharding(ABC):
 
     @abstractmethod
     def assumptions(self) -> list[str]:
-        """Return the assumptions of the arithmetic, one sentence each."""
+        """Return the assumptions behind the computed bytes, one sentence each."""
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Return each weight and its maximum elements per device; trained weights are cut as one tensor."""
+        """Return each weight with its maximum number of elements per device."""
         total = sum(weight.numel for weight in model.trained)
-        # The shards have equal sizes, rounded up to whole elements.
+        # Trained weights are cut as one tensor, into shards of equal size, rounded up to whole elements.
         fraction = -(-total // devices) / max(total, 1)
         return [(weight, weight.numel * fraction) for weight in model.weights]
 
@@ -87,8 +87,8 @@ class Sharding(ABC):
     ) -> DeviceShare:
         """Return the bytes of weights, gradients and optimizer state on one device.
 
-        Item sizes are in bytes per element; with None, the weight's own item size applies. `copy_itemsize` is
-        the item size of the optimizer's own copy of the weights; 0 without a copy.
+        Item sizes are in bytes per element; None means the weight's own item size. `copy_itemsize` is the
+        item size of the optimizer's own copy of the weights, or 0 without a copy.
         """
         weights, gradients, optimizer = float(model.buffers_bytes), 0.0, 0.0  # buffers are replicated
         for weight, shard in self.shards(model, devices):

@@ -13,7 +13,7 @@ The meter (meter.py) creates a `StepTimes`, which takes three measurements in tu
 
 On a CPU, times come from the wall clock. On CUDA, times come from events in the stream, which are read after
 the run so that no call waits for the device. A CUDA time is time on the device, including the device's waits
-for the host. The throughput excludes the batches of measurements 2 and 3, and their hooks are removed.
+for the host. The throughput excludes the batches of measurements 2 and 3; afterwards all hooks are removed.
 Compiled modules are not timed, because their forward is one graph. Devices other than CPU and CUDA are not
 supported.
 """
@@ -42,17 +42,17 @@ from lightning_eff.report.module_tracker import BACKWARD, FORWARD, ModuleTracker
 OPTIMIZER, DATA, OTHER = "optimizer", "data", "other"
 PARTS = (FORWARD, BACKWARD, OPTIMIZER, DATA, OTHER)
 PRODUCTS, POINTWISE = "matrix products", "pointwise operations"
-"""Kinds of operations; the second kind has all operations except products and recurrent layers."""
+"""Kinds of operations. Views, grouped convolutions, recurrent layers and collectives have no kind."""
 METHODS = {
     "training_step": FORWARD, "backward": BACKWARD, "optimizer_step": OPTIMIZER, "batch_to_device": DATA,
 }  # fmt: skip
-"""Part of the step of each timed strategy method, in automatic and in manual optimization."""
+"""Timed methods of a strategy, each with its part of the step, for automatic and manual optimization."""
 NUM_BATCHES, NUM_MODULE_BATCHES = 8, 2
 MAX_MODULES = 10
 OUTSIDE = "(outside of modules)"
 """Table row for operations of `training_step` outside of all modules, often the loss."""
 Key = tuple[str, str]
-"""A part of the step, and a module or kind of operation in this part; the latter may be empty."""
+"""A part of the step, and a module or a kind of operation; the latter is empty for the rest of the part."""
 _PAUSED: Key = ("", "")
 
 
@@ -93,7 +93,7 @@ class Timeline:
         self._marks.append((now, key))
 
     def enter(self, part: str = "", detail: str = "") -> None:
-        """Begin a part, or a module or kind of operation (`detail`) in the open part."""
+        """Begin a part of the step, or begin a module or a kind of operation (`detail`) in the open part."""
         if not self._is_paused:
             self._open.append((part or self._open[-1][0], detail))
             self.entered[self._open[-1]] += 1
@@ -167,7 +167,7 @@ def kind_of(func: Any) -> str:
 
 
 def _is_grouped(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation is a grouped convolution, for example a depthwise one."""
+    """Return whether an operation is a grouped convolution, for example a depthwise convolution."""
     names = [each.name for each in func._schema.arguments] if "convolution" in str(func) else []  # noqa: SLF001
     return "groups" in names and args[names.index("groups")] > 1
 
@@ -239,8 +239,7 @@ class StepTimes:
         """Wrap the strategy's methods, to attribute time to the parts of a step.
 
         Args:
-            mode: Function that makes a dispatch mode for forward and backward passes; with None, no mode is
-                used.
+            mode: Function that makes a dispatch mode for forward and backward passes; None for no mode.
         """
         timeline = self.timeline = Timeline(self._strategy.root_device)
         inner = nullcontext() if mode is None else mode(timeline)
@@ -262,7 +261,7 @@ class StepTimes:
 
         with ExitStack() as patches:
             patches.callback(setattr, self, "timeline", None)
-            # Patch the instance: its attributes hide the class's methods, and are removed afterwards.
+            # Patch the instance, whose attributes hide the class's methods and are removed afterwards.
             for name, part in METHODS.items():
                 method = getattr(self._strategy, name)
                 patches.enter_context(patch.object(self._strategy, name, timed(method, part)))

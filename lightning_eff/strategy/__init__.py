@@ -1,4 +1,4 @@
-"""Techniques for `Trainer(strategy=...)` that shard a model's tensors across devices; a run uses one.
+"""Techniques for `Trainer(strategy=...)` that shard a model's tensors across devices.
 
 A strategy's Trainer class and its Fabric class are in one file. Read these files before a change:
 

@@ -38,7 +38,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def shard(strategy: Any, model: nn.Module) -> int:
-    """Set all ranks to rank 0's values, and shard the model in place: first its blocks, then other weights.
+    """Broadcast rank 0's values, and shard the model in place: first the blocks, then the other weights.
 
     All ranks must call this function.
 
@@ -85,12 +85,12 @@ def shard(strategy: Any, model: nn.Module) -> int:
 
 
 def parameter_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the attributes that users have set on parameters (as in `weight.no_weight_decay = True`)."""
+    """Return the attributes that users have set on parameters, such as `weight.no_weight_decay`."""
     return {name: dict(vars(p)) for name, p in model.named_parameters() if type(p) is nn.Parameter}
 
 
 def restore_attributes(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set saved attributes on the current parameters: sharding or moving a model creates new parameters."""
+    """Set saved attributes on the parameters that sharding or moving the model has created."""
     for name, parameter in model.named_parameters():
         for key, value in attributes.get(name, {}).items():
             vars(parameter).setdefault(key, value)
@@ -111,7 +111,7 @@ class DTensorState:
         self.groups = [group["params"] for group in self.options]
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor, by an all-gather; all ranks must call this method."""
+        """Return the full tensor after an all-gather; all ranks must call this method."""
         return full_tensor(tensor) if self._gathers else tensor
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
@@ -122,7 +122,7 @@ class DTensorState:
             tensor.data.copy_(value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimizer's full state of a parameter; all ranks must call this method."""
+        """Return a parameter's optimizer state as full tensors; all ranks must call this method."""
         state = self._optimizer.state.get(parameter, {}) if self._optimizer is not None else {}
         return {
             key: self.full_tensor(value) if isinstance(value, Tensor) else value
@@ -130,7 +130,7 @@ class DTensorState:
         }
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Set this rank's shard of the optimizer's state of a parameter, from the full state."""
+        """Load a parameter's optimizer state from full tensors; each rank sets its own shard."""
         if self._optimizer is None:
             return
         self._optimizer.state.pop(parameter, None)
@@ -138,7 +138,7 @@ class DTensorState:
             return  # before the first step there is no state; the optimizer creates it later
         own = self._optimizer.state[parameter]
         for key, value in state.items():
-            # Shard tensors of the parameter's shape like the parameter; a step count is equal on all ranks.
+            # Tensors with the parameter's shape are sharded like the parameter. A step count is not sharded.
             is_like = isinstance(value, Tensor) and key not in COUNTS and value.shape == parameter.shape
             if is_like and isinstance(parameter, DTensor):
                 own[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
@@ -149,7 +149,7 @@ class DTensorState:
 
 @torch.no_grad()
 def _load_shard(tensor: DTensor, value: Tensor) -> None:
-    """Set this rank's shard from the full value, without communication: every rank has the full value."""
+    """Set this rank's shard without communication, because every rank has the full value."""
     own = local_rows(tensor)
     if own is None:  # the tensor is not sharded by rows
         value = value.to(tensor.device)
@@ -172,7 +172,7 @@ def replace_parameters(optimizer: Optimizer, names: Mapping[Tensor, str], module
 
 
 def sharded_state(self: Any, optimizer: Any = None) -> DTensorState:
-    """Return an object that reads and sets full tensors of models and of an optimizer."""
+    """Return an object that reads and sets full tensors of a model and of its optimizer."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # the optimizer inside a LightningOptimizer
     return DTensorState(optimizer, gathers=self.checkpoints == "full")
 
@@ -193,7 +193,7 @@ def load_checkpoint(
     weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
 ) -> dict[str, Any]:
     """Return a checkpoint from a file or a folder; from a folder each rank reads only its own rows."""
-    # Do not use the argument `checkpoints`: a run may resume from the other kind of checkpoint.
+    # The argument `checkpoints` is not used, because a run may resume from the other kind of checkpoint.
     if Path(checkpoint_path).expanduser().is_dir():
         ranks = Ranks(self.root_device)
         return folder_io(self).load_shards(checkpoint_path, ranks, weights_only=weights_only)
@@ -226,7 +226,7 @@ class FSDP2Memory(Sharding):
     reduce_each: bool = False
 
     def shards(self, model: ModelWeights, devices: int) -> list[tuple[Weight, float]]:
-        """Split tensors by rows; the first device gets at least as many rows as any other device."""
+        """Return each weight with its number of elements on the first device, which has the most rows."""
         # ceil(rows / devices) rows, each with numel / rows elements.
         return [(w, -(-w.rows // devices) * (w.numel // max(w.rows, 1))) for w in model.weights]
 
@@ -255,7 +255,7 @@ class FSDP2Memory(Sharding):
             buffers=0 if waits else outside_gradients + max(block_gradients.values(), default=0),
         )
         if not self.on_host:
-            # A reduce-scatter frees full gradients and creates their shards, so the larger of both counts.
+            # A reduce-scatter frees full gradients and creates their shards, so the larger size is added.
             return replace(share, gradients=max(full, share.gradients))
         # Buffers are neither sharded nor offloaded, so they stay on the device.
         host = share.weights - model.buffers_bytes + share.gradients + share.optimizer

@@ -68,7 +68,7 @@ FREE = (
 """DeepSpeed's keys that users may set, since a Trainer does not set these keys."""
 _NESTED = ("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 OVERLAP_STAGE = 2
-"""The only stage that can overlap gradient reduction with the backward pass while Lightning accumulates."""
+"""The only stage that can overlap gradient reduction with the backward pass while gradients accumulate."""
 DEFAULT_BUCKET = 500_000_000
 """Number of elements that DeepSpeed allocates for a gradient bucket, regardless of the model's size."""
 
@@ -179,8 +179,8 @@ def deepspeed_config(
 def fit_bucket(config: Any, groups: Iterable[Mapping[str, Any]]) -> None:
     """Limit the gradient bucket to the number of trained elements, unless the user has set its size.
 
-    DeepSpeed allocates the full bucket: 2 GB by default, in float32. A limited bucket still holds all
-    gradients, so only the memory changes.
+    DeepSpeed allocates the bucket at its full size, by default 2 GB in float32. The limited bucket still has
+    room for all gradients, so the limit changes nothing but the memory.
     """
     num_trained = sum(full_shape(parameter).numel() for group in groups for parameter in group["params"])
     config["zero_optimization"].setdefault("reduce_bucket_size", min(DEFAULT_BUCKET, max(1, num_trained)))
@@ -249,7 +249,7 @@ def check_run(trainer: pl.Trainer) -> None:
 
 
 def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *, is_trained: bool) -> None:
-    """Reject models that DeepSpeed would silently change, or for which its error would not name the cause.
+    """Reject models that DeepSpeed would silently change, or would reject with an unclear error.
 
     Args:
         module: The model.

@@ -4,7 +4,7 @@ deepspeed_zero.py uses these checks and wrappers when the engine starts and arou
 
 Optimizer: ZeRO flattens parameters into one vector and gives each rank a slice. SGD and Adam compute the same
 update on a slice as on a full tensor. Optimizers that use a full matrix (norm, rows, singular vectors, blocks
-of quantized state) are rejected, because they would silently compute another update on a slice.
+of quantized state) are rejected, because they would silently compute a different update on a slice.
 
 Parameters: at its start, DeepSpeed makes float32 copies of all parameters that require gradients, and trains
 the copies. If a weight is clamped or loaded during the run, the next step overwrites the change. A weight
@@ -46,7 +46,7 @@ ELEMENTWISE = {
     "deepspeed": ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"],
     "pytorch_optimizer": ["Lion"],
 }
-"""Optimizers that update each element independently, by package, without their subclasses."""
+"""Classes of optimizers that update each element independently, by package. Subclasses are not included."""
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -54,7 +54,7 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
     """Call `configure_optimizers`; return its optimizer, and its schedule or None.
 
     Raises:
-        ConflictError: The module has no optimizer or several, or its optimizer is not known as elementwise.
+        ConflictError: The module has no optimizer or several, or its optimizer is possibly not elementwise.
     """
     returned, schedules = _init_optimizers_and_lr_schedulers(module)
     optimizers = [optimizer for optimizer in returned if not isinstance(optimizer, _MockOptimizer)]
@@ -104,7 +104,7 @@ class EngineOptimizer(Optimizer):
 
 
 class ReductionControl:
-    """Implements `fabric.no_backward_sync` without effect: the stage decides when gradients are reduced."""
+    """Makes `fabric.no_backward_sync` do nothing, because the stage decides when gradients are reduced."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:  # noqa: FBT001
         """Return a context that changes nothing."""
@@ -139,7 +139,7 @@ class ParameterGuard:
         self.begin()
 
     def begin(self) -> None:
-        """Record the current version of each parameter; must be called again after each optimizer step."""
+        """Record the current version of each parameter; call this method again after each optimizer step."""
         # torch 2.13 counts in-place changes of a tensor in `_version`, except changes through its `.data`.
         self._versions = [
             (name, p, p._version)  # noqa: SLF001

@@ -1,17 +1,17 @@
-"""Read and write full tensors from DeepSpeed's partitions of a model, and count the bytes of partitions.
+"""Read and write full tensors of a model that DeepSpeed has partitioned, and count the partitions' bytes.
 
 In all three stages the optimizer works on flat float32 vectors. In stages 1 and 2 a group's parameters are
-concatenated. Each rank has a contiguous slice of the concatenated vector, which may start or end inside a
+concatenated. Each rank has a contiguous slice of the concatenated vector. A slice may start or end inside a
 parameter. In stage 3 each rank has a slice of each parameter. All slices have the same length, and the last
 rank's slice is padded. Optimizer state with one value per element has the same layout, in separate vectors.
-Weights are read from the float32 vectors, since the model may hold a 16-bit copy.
+Weights are read from the float32 vectors, since the model itself may have only 16-bit copies.
 
 Why not DeepSpeed's own functions (`deepspeed.utils.safe_set_full_*`): they cannot set a stage-3 slice of a
 tensor that does not divide evenly, and they cannot set state before the first step. Only this module uses the
 attributes of DeepSpeed's partitions (0.19.8).
 
-`ZeroMemory` counts bytes per device. The counts deviate from the ZeRO papers, and follow DeepSpeed's source
-(0.19.8: runtime/zero/stage_1_and_2.py, stage3.py and partitioned_param_coordinator.py):
+`ZeroMemory` counts the bytes that DeepSpeed allocates per device (0.19.8: runtime/zero/stage_1_and_2.py,
+stage3.py and partitioned_param_coordinator.py). The counts differ from the ZeRO papers:
 
 - The optimizer keeps a float32 copy of the weights, even if the model's weights are float32.
 - Stage 3 does not shard tensors of at most 100,000 elements.
@@ -66,13 +66,13 @@ class PartitionedState:
         self._group_of = {id(p): index for index, group in enumerate(partitioned) for p in group}
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a full tensor, read from float32 vectors if trained; all ranks must call this method."""
+        """Return a full tensor, from float32 vectors if it is trained; all ranks must call this method."""
         if not self._is_trained(tensor):
             return full_tensor(tensor)
         return self._unflatten(tensor, self._partition(tensor))
 
     def load_tensor(self, tensor: Tensor, value: Tensor) -> None:
-        """Set a tensor and, if trained, its slice of the float32 vectors; all ranks must call this method."""
+        """Set a tensor and, if it is trained, its float32 slice; all ranks must call this method."""
         if hasattr(tensor, "ds_id"):
             with unsharded(tensor, modifier_rank=0):  # a collective: broadcasts rank 0's change at the end
                 if dist.get_rank() == 0:
@@ -83,7 +83,7 @@ class PartitionedState:
             self._flatten_into(tensor, self._partition(tensor), value)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the optimizer's full state of a parameter; all ranks must call this method."""
+        """Return a parameter's optimizer state as full tensors; all ranks must call this method."""
         zero: Any = self._zero
         state: dict[str, Any] = {}
         if not self._is_trained(parameter):
@@ -97,7 +97,7 @@ class PartitionedState:
         return state
 
     def load_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
-        """Set this rank's slice of the optimizer's state of a parameter."""
+        """Load a parameter's optimizer state; each rank sets its own slice."""
         zero: Any = self._zero
         if not (state and self._is_trained(parameter)):
             return
@@ -267,9 +267,9 @@ class ZeroMemory(Sharding):
             return self._stage_3(model, share, devices, total, local)
         bucket = self.bucket_for(total)
         buckets = self.num_buckets * bucket * (self.accumulate_itemsize if self.stage == 1 else size)
-        # Add the gradient that is being copied into a bucket: at most the largest gradient.
+        # Add the gradient that is being copied into a bucket, which is at most the largest gradient.
         buckets += (largest := max((weight.numel for weight in model.trained), default=0) * size)
-        # To reduce a full bucket, DeepSpeed flattens its gradients into one more copy.
+        # To reduce a full bucket, DeepSpeed copies the bucket's gradients once more, into a flat tensor.
         flat = min(bucket, total) * self.reduce_itemsize if self.stage == 2 and self.all_reduce else 0
         # If one bucket holds all gradients, it is reduced after the backward pass. Otherwise, buckets are
         # reduced during the backward pass.
@@ -302,16 +302,16 @@ class ZeroMemory(Sharding):
             share, step = replace(share, gradients=0, optimizer=0), 0
         unsharded = sum(weight.numel for weight in model.weights if weight.numel <= self.persistent) * size
         sharded = [weight.numel for weight in model.weights if weight.numel > self.persistent]
-        # The last `reuse / 2` elements stay gathered between forward and backward pass, because the elements
-        # after them are used twice in between. The weight in use and the prefetched weights are added;
-        # prefetched weights also occupy the buffer.
+        # The last `reuse / 2` elements stay gathered between forward and backward pass, because only later
+        # elements are used in between, each of them twice. The weight in use and the prefetched weights are
+        # added; prefetched weights also occupy the buffer.
         at_once = self.reuse // 2 + 2 * max(sharded, default=0) + self.prefetch
         gathered = size * (min(sum(sharded), at_once) + min(sum(sharded), self.prefetch))
         bucket = self.bucket_for(total)
         # A reduce-scatter needs memory for its input, and for an output of 1 / devices of the input's size.
         scattered = min(bucket, total) * self.reduce_itemsize * (1 + 1 / devices)
-        # Gathered weights are freed before a reduce-scatter and before the step. Memory of these phases
-        # therefore counts only as far as it exceeds the gathered weights.
+        # Gathered weights are freed before a reduce-scatter and before the step. For these phases, only bytes
+        # beyond the gathered weights are therefore added.
         excess = max(0, step - gathered, scattered - gathered)
         return replace(
             share,

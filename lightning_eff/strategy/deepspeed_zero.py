@@ -5,9 +5,9 @@ state in stages 1 to 3, the gradients in stages 2 and 3, and the weights in stag
 weights when the layer runs. Shards can be offloaded to the host. DeepSpeed implements ZeRO; this strategy
 adapts DeepSpeed to Lightning, on CUDA and, with gloo, on CPUs.
 
-Accumulation is exact, also with unequal weights and with partial windows at the end of an epoch. Gradients
-are clipped by the norm of the full gradient. DeepSpeed's own accumulation is off, because it would divide
-gradients by the window's length a second time. Checkpoints have the layout of a single device
+Accumulation is exact, even if micro-batches have unequal weights, or an epoch ends in the middle of a window.
+Gradients are clipped by the norm of the full gradient. DeepSpeed's own accumulation is off, because it would
+divide gradients by the window's length a second time. Checkpoints have the layout of a single device
 (checkpoint/full_state.py): any other strategy loads them, and the run's checkpoint_io writes them. Each rank
 has slices of flat vectors, so the optimizer must update each element independently. A custom optimizer class
 declares this property with `elementwise = True`.
@@ -17,7 +17,7 @@ Saves: memory for optimizer state (stages 1 to 3), gradients (stages 2 and 3) an
 Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), plus copies of offloaded
     tensors. Stages 2 and 3 reduce gradients after every micro-batch. The optimizer keeps a float32 copy of
     the weights. A parameter that has no gradient on any of the ranks gets a gradient of 0, so weight decay
-    and momentum still change it. Ranks must run the same modules; the check sends 16 bytes per step.
+    and momentum still change it. Ranks must run the same modules; checking this takes 16 bytes per step.
 When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
     Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
@@ -70,7 +70,7 @@ from lightning_eff.strategy._zero_engine import (
 from lightning_eff.strategy._zero_partitions import PartitionedState, ZeroMemory
 
 _LIGHTNINGS: Any = object
-"""Stands for the next base class after the mixin: the Trainer's or Fabric's DeepSpeedStrategy."""
+"""Placeholder for the base class after the mixin, which is the Trainer's or Fabric's DeepSpeedStrategy."""
 
 
 class ZeroMixin(_LIGHTNINGS):
@@ -190,7 +190,7 @@ class ZeroMixin(_LIGHTNINGS):
 
 
 class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
-    """Shard a model's training state among ranks; `Trainer(strategy=DeepSpeedZero(stage=2), devices=2)`.
+    """Shards training state, for example with `Trainer(strategy=DeepSpeedZero(stage=2), devices=2)`.
 
     Args:
         stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
@@ -319,12 +319,12 @@ class DeepSpeedZero(ZeroMixin, DeepSpeedStrategy):
 
 
 class ZeroFabric(ZeroMixin, FabricDeepSpeed):
-    """Shard a model's training state among ranks; `Fabric(strategy=ZeroFabric(stage=2), devices=2)`.
+    """Shards training state, for example with `Fabric(strategy=ZeroFabric(stage=2), devices=2)`.
 
     The arguments are the same as DeepSpeedZero's. Keys of `config` that Fabric or the loop sets are rejected.
     `fabric.setup(model, optimizer)` accepts one model with one optimizer. Checkpoints have the layout of a
     single device and are written atomically, even without `plugins=[Durable()]`. `fabric.clip_gradients`
-    returns None: DeepSpeed computes the norm and clips in the next step.
+    returns None, because DeepSpeed computes the norm and clips in the next step.
 
     Lightning's own DeepSpeedStrategy rejects CPUs and `fabric.clip_gradients`, and saves folders that only
     DeepSpeed can load. Lightning's strategy also steps a schedule twice, and keeps gradients that
@@ -401,7 +401,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
             problem = f"{type(own).__name__} has a state, which DeepSpeed would not take over"
             raise conflict(ZERO, problem, "fabric.load after fabric.setup", "FSDP2Fabric()")
         broadcast_from_rank0(module.buffers(), self.root_device)  # DeepSpeed broadcasts the parameters
-        # Do not pass the schedule: DeepSpeed would step the schedule in addition to the loop.
+        # The schedule is not passed, because DeepSpeed would step it in addition to the loop.
         with self._start_of_engine(module, own):
             engine, _, _ = super().setup_module_and_optimizers(module, [own], None)
         return engine, [EngineOptimizer(engine.optimizer, self.discard_gradients)], scheduler
@@ -444,8 +444,8 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         rejects, self._rejects_nonfinite, self._has_gradients = self._rejects_nonfinite, False, False
         with self._checked_step():
             try:
-                # Pass the engine here: Lightning 2.6 would pass an engine that has the methods of an
-                # optimizer, but DeepSpeed 0.19's engine does not have them.
+                # Pass the engine here. Fabric 2.6 passes an engine only if it has the methods of an
+                # optimizer, which DeepSpeed 0.19's engine lacks.
                 result = super().optimizer_step(engine, **keywords)
             finally:
                 engine.optimizer.clip_grad = 0.0  # `clip_gradients_norm` applies to one step
@@ -465,7 +465,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Any:
-        """Clip the gradients in the next step, which also checks their norm if `error_if_nonfinite`."""
+        """Clip the gradients in the next step; with `error_if_nonfinite`, the step also checks their norm."""
         if float(norm_type) != 2.0:
             allowed = "2: DeepSpeed computes no other norm of the full gradient"
             raise ConfigError(key="norm_type", value=norm_type, allowed=allowed, remedies=["FSDP2Fabric()"])

@@ -1,4 +1,4 @@
-"""FSDP2: each rank keeps a shard of each weight, gradient and optimizer state, and gathers a block at a time.
+"""FSDP2: each rank keeps a shard of weights, gradients and optimizer state, and gathers a block at a time.
 
 FSDP2 is PyTorch's equivalent of ZeRO's stage 3. `fully_shard` shards the parameters of each repeated block,
 for example of each transformer layer. FSDP2 gathers a block's parameters for its forward and backward pass,
@@ -7,12 +7,12 @@ and reduce-scatters their gradients. The strategy finds the blocks of any Lightn
 (core/model_surgery.py).
 
 During accumulation, each rank keeps full gradients, and reduces them once per step. Lightning's own strategy
-reduces gradients after every micro-batch, which needs less memory. `sync_every_micro_batch` also reduces
-gradients after every micro-batch.
+reduces gradients after every micro-batch, which needs less memory. With `sync_every_micro_batch`, this
+strategy reduces gradients after every micro-batch, too.
 
 Checkpoints have the layout of a single device (checkpoint/full_state.py). A checkpoint is one file by
-default. For a model that no host could hold, a checkpoint can be a folder, to which each rank writes its own
-rows (checkpoint/sharded.py). Both kinds are verified, and any strategy loads both kinds.
+default. For a model that is too large for any host, a checkpoint can be a folder, and each rank writes its
+own rows (checkpoint/sharded.py). Both kinds are verified, and any strategy loads both kinds.
 
 With `cpu_offload` one device is enough. The device then holds only the weights of the block that is
 computing, and host memory holds all other weights. LoRA can then train on a frozen base that is larger than
@@ -23,9 +23,9 @@ Saves: optimizer state, gradients and weights, divided by the number of devices 
 Costs: 1.5 times the communication of DDP; memory for the full weights of one block; memory for the full
     gradients during accumulation, unless gradients are reduced after every micro-batch. Offloaded weights are
     copied to the device twice per batch. A single device waits for each copy (torch 2.13); several devices
-    prefetch. For a checkpoint in one file, all ranks gather one tensor after another to save, and read the
-    full file to load; with a folder, each rank writes and reads its own rows. All ranks must run the same
-    modules; the check of this costs 16 bytes of communication per step (_shared/collectives.py).
+    prefetch. To save one file, all ranks gather one tensor after another; to load one file, each rank reads
+    the full file. With a folder, each rank writes and reads its own rows. All ranks must run the same
+    modules; checking this costs 16 bytes of communication per step (_shared/collectives.py).
 When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
     tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters. A step that uses a block's
@@ -85,18 +85,18 @@ _ONE_DEVICE = Rule(
 
 
 class FSDP2(ModelParallelStrategy):
-    """Shard a model with `fully_shard`; `Trainer(strategy=FSDP2(), devices=2)`.
+    """Shards a model with `fully_shard`, for example with `Trainer(strategy=FSDP2(), devices=2)`.
 
     Args:
-        blocks: Class names or name patterns of the modules that are gathered one at a time; None finds the
+        blocks: Class names or name patterns of the modules that are gathered one at a time; None means the
             repeated blocks.
         param_dtype: Dtype in which weights are gathered and used: bf16, fp16 or fp32; None for the weights'
             own dtype.
         reduce_dtype: Dtype in which gradients are reduced; None for the dtype of gathered weights.
         cpu_offload: Whether to keep shards, gradients and optimizer state on the host, and to step on the
             host.
-        reshard_after_forward: Whether to free a block's full weights after its forward pass. With False, full
-            weights are kept until the backward pass, which needs less communication.
+        reshard_after_forward: Whether to free a block's full weights after its forward pass. If False, full
+            weights are kept until the backward pass, so they are gathered only once.
         sync_every_micro_batch: Whether to reduce gradients after every micro-batch instead of once per step.
         checkpoints: `full` for one file, `sharded` for a folder with a file per rank.
 
@@ -285,9 +285,9 @@ class ReductionControl:
 
 
 class FSDP2Fabric(FabricStrategy):
-    """Shard a model with `fully_shard`; `Fabric(strategy=FSDP2Fabric(), devices=2)`.
+    """Shards a model with `fully_shard`, for example with `Fabric(strategy=FSDP2Fabric(), devices=2)`.
 
-    The arguments are the same as FSDP2's, without `sync_every_micro_batch`: a loop calls
+    The arguments are FSDP2's arguments except `sync_every_micro_batch`. A loop calls
     `fabric.no_backward_sync` instead. `fabric.setup(model, optimizer)` gives the optimizer the sharded
     parameters. Checkpoints have the layout of a single device, and are written atomically even without
     `plugins=[Durable()]`.

@@ -1,1 +1,1 @@
-"""Shared by both sharding strategies: checks of the model, collectives, and Fabric's checkpoints."""
+"""Code for both sharding strategies: checks of the model, collectives, and Fabric's checkpoints."""

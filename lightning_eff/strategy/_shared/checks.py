@@ -19,7 +19,7 @@ from lightning_eff.core.shards import full_shape
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
 WRAPPED = "_orig_mod"
-"""Attribute of torch.compile's wrapper, torch._dynamo.eval_frame.OptimizedModule (torch 2.13)."""
+"""Attribute with the original module in torch.compile's wrapper (OptimizedModule in torch 2.13)."""
 _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 """Dtypes that would lose digits or an imaginary part in DeepSpeed's float32 partitions."""
 
@@ -30,7 +30,7 @@ def conflict(strategy: str, problem: str, *remedies: str | Remedy) -> ConflictEr
 
 
 def check_parameters(strategy: str, model: nn.Module) -> None:
-    """Reject parameters without elements or dimensions and, under ZeRO, dtypes that float32 cannot hold."""
+    """Reject empty and scalar parameters and, under ZeRO, dtypes whose values do not fit into float32."""
     for name, parameter in model.named_parameters():
         shape = tuple(full_shape(parameter))
         if 0 in shape:
@@ -49,7 +49,7 @@ def check_parameters(strategy: str, model: nn.Module) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Reject hooks on parameters: FSDP2 replaces parameters, so the hooks would never be called."""
+    """Reject hooks on parameters, because FSDP2 replaces the parameters and would never call the hooks."""
     for name, parameter in model.named_parameters():
         hooked: Any = parameter
         if hooked._backward_hooks or getattr(hooked, "_post_accumulate_grad_hooks", None):  # noqa: SLF001

@@ -30,7 +30,7 @@ _MAX_HASH = 2**62 - 1
 
 @torch.no_grad()
 def broadcast_from_rank0(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Set every rank's tensors to rank 0's values in place, as DDP does; seeds may differ between ranks.
+    """Set every rank's tensors to rank 0's values in place, because seeds may differ between ranks.
 
     `fully_shard` does not broadcast, and DeepSpeed broadcasts parameters but not buffers. Sharded tensors and
     tensors on `meta` are skipped. `device` is the device of the process group's backend.
