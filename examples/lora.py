@@ -1,9 +1,8 @@
 # %% [markdown]
 # # LoRA on a Hugging Face model
 #
-# A small Llama trains all its weights on Python source code. Then its adapters train on the English text of
-# Python's help. Install: `pip install 'lightning-eff[hf]'`; nothing is downloaded. The example takes less than
-# a minute on two CPU cores.
+# A small Llama trains all weights on Python source code, then its adapters on the English of Python's help.
+# Install: `pip install 'lightning-eff[hf]'`; nothing is downloaded. Takes less than a minute on two CPU cores.
 
 # %%
 import argparse
