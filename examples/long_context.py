@@ -2,8 +2,8 @@
 # # Long sequences
 #
 # A small Llama trains on one sequence at a time. Each run adds a technique that reduces what takes the most
-# memory: the loss, then the activations of all blocks, then the MLP of one block. The training stays the same.
-# Install: `pip install 'lightning-eff[hf]'`; nothing is downloaded. Takes less than a minute on two CPU cores.
+# memory: the loss, then the activations of all blocks, then the MLP of a block. The training stays the same.
+# Install: `pip install 'lightning-eff[hf]'`; no download. Takes less than a minute on two CPU cores.
 
 # %%
 from pydoc_data import topics

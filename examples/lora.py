@@ -2,7 +2,7 @@
 # # LoRA on a Hugging Face model
 #
 # A small Llama trains all weights on Python source code, then its adapters on the English of Python's help.
-# Install: `pip install 'lightning-eff[hf]'`; nothing is downloaded. Takes less than a minute on two CPU cores.
+# Install: `pip install 'lightning-eff[hf]'`; no download. Takes less than a minute on two CPU cores.
 
 # %%
 import argparse
