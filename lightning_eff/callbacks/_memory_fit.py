@@ -1,9 +1,9 @@
 """Choose a policy for each repeated block (keep, recompute or offload), so that a step fits a memory budget.
 
 `callbacks/gradient_checkpointing` calls this module for `policy="fit"`. A step is recorded on fake tensors
-once per policy, with the same policy for all blocks. A new segment of the recording starts where the forward
-or backward pass of a block starts, and belongs to that block. Each segment has a net change of live bytes,
-and a maximum rise of live bytes above its start. The net change and the rise depend only on the policy of the
+once per policy, with the same policy for all blocks. Each forward or backward pass of a block starts a new
+segment of the recording; the segment belongs to that block. Each segment has a net change of live bytes, and
+a maximum rise of live bytes above its start. The net change and the rise depend only on the policy of the
 segment's block, because the policy of the previous block does not change what a block saves. So a few
 recordings give the peak of every mixture of policies. The peak is the maximum, over all segments, of the
 segment's rise plus the net changes of all earlier segments.

@@ -185,7 +185,7 @@ class PeftAdapter(Managed):
         return make_config(self.method, self.options or {}, self.target_modules, self.modules_to_save)
 
     def facts(self) -> Facts:
-        """Declare that parameters are added, and reject techniques that unfreeze or save the base."""
+        """Declare the new parameters; reject unfreezing the base, and warn about strategies that save it."""
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=CONFLICTS)
 
     def join_prediction(self, gpu: object) -> bool:

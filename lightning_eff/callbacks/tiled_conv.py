@@ -25,8 +25,8 @@ Three conditions are checked before a segment runs. The segment is tiled if all 
 - the tiles need less memory than the activations that the layers would save for the backward pass.
 
 A batch is divided into samples first, because a tile of full samples has no halo. A chain whose halo adds
-more than a quarter of the pixels is cut into shorter chains. Tiles are also used if gradients are disabled,
-where they save memory too. So dropout draws the same numbers with and without gradients.
+more than a quarter of the pixels is cut into shorter chains. Tiles are also used when gradients are disabled,
+because they save memory then too. So dropout draws the same numbers with and without gradients.
 
 Saves: activations between the convolutions of a chain, on large images and volumes.
 Costs: the halo, and one more forward pass of the segments, which adds at most a third to their operations.

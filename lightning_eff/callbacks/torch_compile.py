@@ -147,7 +147,8 @@ class TorchCompile(Managed):
 
     Raises:
         ConfigError: The backend or the mode is unknown, or the model has no part with the name in `target`.
-        ConflictError: A compiled part would contain blocks that are recomputed.
+        ConflictError: Blocks are recomputed, but `target` does not include `blocks`, or `mode` replays CUDA
+        graphs.
         EnvironmentLacksError: `inductor` finds no compiler.
 
     Warns:

@@ -254,7 +254,7 @@ class Search:
         return self._tried(combinations([self._change_of(row) for row in faster(self.rows())]))
 
     def _faster_half(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return the trial of the recipe, and the faster half of the trials that may be recommended."""
+        """Return the recipe's trial and, of the other trials that may be recommended, the faster half."""
         rates = {row.technique: row.samples_per_s or 0.0 for row in self.rows() if can_win(row)}
         able = sorted((each for each in trials if each.name in rates), key=lambda each: -rates[each.name])
         # The first trial is the recipe, which every round needs as the baseline.

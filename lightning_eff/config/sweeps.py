@@ -26,8 +26,8 @@ def runs_to_check(lines: Sequence[str], *, is_grid: bool) -> list[list[str]]:
     """Return the overrides of runs that together contain every listed value of a sweep.
 
     The overrides have the same spelling and order as in Hydra 1.3's BasicSweeper, so that Hydra's runs reuse
-    the checked configs. For a grid, all runs are returned. For a search, the returned runs contain each value
-    of a list and the start of each interval. Other values are checked when their run starts.
+    the checked configs. For a grid, all runs are returned. For a search, the returned runs together contain
+    every listed value, and the start of every interval. Other values are checked when their run starts.
 
     Raises:
         UsageError: A grid contains an interval.

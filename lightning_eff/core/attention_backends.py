@@ -209,8 +209,8 @@ def choose(call: AttentionCall, capability: int, *, enabled: Sequence[str] = BAC
         call: The call.
         capability: Compute capability times ten, as in `devices.Device`; 0 for a CPU.
         enabled: Enabled backends, as `switched_on` returns them. An order that differs from `BACKENDS` comes
-            from `sdpa_kernel(..., set_priority=True)`. If math is disabled and this function returns math,
-            torch raises an error.
+            from `sdpa_kernel(..., set_priority=True)`. If the result is math although math is disabled, torch
+            raises an error for this call.
 
     Example:
         >>> shape = (2, 4, 512, 64)

@@ -16,7 +16,7 @@ from torch import nn
 
 
 class CompiledCall:
-    """Calls a bound method through the compiler; a copy of the module compiles the method again."""
+    """Calls a bound method through the compiler; in a copy of the module, the method is compiled again."""
 
     def __init__(self, method: Callable[..., Any], options: dict[str, Any]) -> None:
         self.__wrapped__ = method

@@ -36,7 +36,7 @@ MAX_ROWS = 256
 def measure(
     operands: Operands, out: Tensor | None, writes: int, configs: Sequence[TileConfig]
 ) -> Choice | None:
-    """Return the fastest of the library and some configs; None if the library's result would hide an error.
+    """Return the fastest of the library and the configs; None if the library's result cannot verify them.
 
     Args:
         operands: Operands of the first call; they are not changed.

@@ -253,7 +253,8 @@ class HFCausalLM(pl.LightningModule):
     def generate(self, tokens: Tensor, *, max_new_tokens: int, **options: Any) -> Tensor:
         """Append at most `max_new_tokens` tokens to each row of `tokens` [B, T]; call `eval()` first.
 
-        The method `generate` of transformers receives `options`, and applies the model's generation config.
+        `options` are passed to the `generate` method of transformers, which also applies the model's
+        generation config.
         """
         # Prompts have no padding, so every token takes part in attention.
         options |= {"attention_mask": torch.ones_like(tokens), "max_new_tokens": max_new_tokens}

@@ -3,8 +3,9 @@
 Each stage has two 3x3 convolutions, each followed by SiLU. Between stages of the encoder the image size is
 halved and the channels are doubled; the decoder does the opposite. Each decoder stage also gets the output of
 the encoder stage with the same image size (Ronneberger et al. 2015). Every layer is local: the output at a
-pixel depends on nearby pixels alone. To stay local, no layer normalises over the image. Instead, initial
-weights keep the mean square of activations. Shapes in comments: B images, C channels, H x W pixels.
+pixel depends on nearby pixels alone. To keep every layer local, the network never normalises over the pixels
+of an image. Instead, initial weights keep the mean square of activations. Shapes in comments: B images, C
+channels, H x W pixels.
 """
 
 from __future__ import annotations

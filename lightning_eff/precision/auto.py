@@ -281,7 +281,7 @@ class AutoPrecision(Precision):
     def optimizer_step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step the optimizer; unscale gradients before hooks and clipping if there is a scaler."""
+        """Step the optimizer; if there is a scaler, unscale the gradients before hooks and clipping."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, torch.optim.LBFGS):

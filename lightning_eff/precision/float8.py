@@ -1,4 +1,4 @@
-"""Compute linear layers in float8 where that is faster, using torchao's casts; the rest in bfloat16.
+"""Compute linear layers in float8 where that is faster, with torchao's casts; all else in bfloat16.
 
 GPUs of compute capability 8.9 or later multiply float8 matrices twice as fast as bfloat16 matrices, but each
 operand must be cast first, with its own scale. A layer is converted if an arithmetic model predicts that

@@ -4,7 +4,7 @@
 and `scheduler` of a recipe. Norms and biases get no weight decay. Hidden matrices are marked for optimizers
 that treat them differently. If the module's own optimizer is replaced, its parameter groups are kept, with
 each group's fraction of the learning rate. The module's own schedule cannot be kept, because a scheduler is
-bound to its optimizer, and contains lists per group and other schedulers.
+tied to its optimizer; it also holds per-group lists and sometimes other schedulers.
 """
 
 from __future__ import annotations
