@@ -74,6 +74,12 @@ DEFAULT_BUCKET = 500_000_000
 
 TO_32_TRUE = Remedy("precision=fp32", 'precision="32-true"')
 ALWAYS: tuple[Rule, ...] = (
+    checks.SYNC_BATCH_NORM,
+    Rule(
+        name="run/manual_optimization",
+        reason="DeepSpeed ignores self.clip_gradients, and loses or keeps gradients of other backward passes",
+        remedies=(TO_FSDP2, TO_DDP),
+    ),
     Rule(
         name="callbacks/torch_compile",
         reason="DeepSpeed's hooks on weights would be compiled too",

@@ -20,8 +20,9 @@ Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), pl
     and momentum still change it. Ranks must run the same modules; checking this takes 16 bytes per step.
 When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
-    Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
-    empty, float64 or complex parameters. Weight averaging in 16 bits, or under stage 3.
+    Manual optimization. Clipping by value. Compiled blocks. micro_batch_size=auto. sync_batchnorm.
+    QuantizedBase. Scalar, empty, float64 or complex parameters. Weight averaging in 16 bits, or under
+    stage 3.
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; https://www.deepspeed.ai/docs/config-json/
 """
 

@@ -56,13 +56,13 @@ def test_the_bucket_of_gradients_has_the_size_of_all_trained_elements(
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
-def test_configure_optimizers_must_return_one_optimizer() -> None:
+def test_configure_optimizers_must_return_one_optimizer_and_one_schedule() -> None:
     module: Any = Net()
     module.trainer = make_trainer()
     optimizer = module.configure_optimizers()
-    for returned in (None, [optimizer, optimizer]):
+    schedule = optim.lr_scheduler.ConstantLR(optimizer)
+    for returned in (None, ([optimizer], [schedule, schedule])):
         module.configure_optimizers = lambda returned=returned: returned
-        module.automatic_optimization = returned is None
         with pytest.raises(ConflictError, match="configure_optimizers"):
             single_optimizer(module)
 
