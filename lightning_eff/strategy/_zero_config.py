@@ -270,6 +270,10 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
     if is_trained and not any(p.requires_grad for p in module.parameters()):
         problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
         raise conflict(ZERO, problem, TO_AUTO_STRATEGY, "requires_grad_(True) on the parameters to train")
+    # Parameters keep these attributes of an earlier engine (DeepSpeed 0.19), so a second engine would fail.
+    if is_trained and any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in module.parameters()):
+        problem = f"{type(module).__name__} was trained before, and DeepSpeed trains a model only once"
+        raise conflict(ZERO, problem, "build the model anew for each fit; ckpt_path= loads trained weights", TO_FSDP2)
     # Stage 3 gathers weights in module hooks, which a compiled graph would trace.
     compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
     if config["zero_optimization"]["stage"] == 3 and compiled is not None:

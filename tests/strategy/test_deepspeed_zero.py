@@ -5,6 +5,7 @@ Rejections are in _shared/test_rejections.py, two ranks in tests/test_strategies
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,15 @@ def weights(**options: Any) -> dict[str, torch.Tensor]:
 def main(folder: str) -> None:
     alone = DeepSpeedZero(stage=3, offload_optimizer="cpu", offload_parameters="cpu")
     torch.save([weights(strategy=alone), weights()], Path(folder) / "weights.pt")
+    for stage in (2, 3):
+        model, strategy = Net(), functools.partial(DeepSpeedZero, stage=stage, offload_optimizer="cpu")
+        make_trainer(strategy=strategy(), max_steps=1).fit(model, make_loader())
+        with pytest.raises(ConflictError, match="was trained before"):
+            make_trainer(strategy=strategy(), max_steps=1).fit(model, make_loader())
 
 
 @pytest.mark.slow
-def test_one_device_with_offload_trains_as_without_a_strategy(tmp_path: Path) -> None:
+def test_one_device_with_offload_trains_as_without_a_strategy_and_once_per_model(tmp_path: Path) -> None:
     """In a separate process, because the process group would stay."""
     done = run_alone("tests.strategy.test_deepspeed_zero", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
