@@ -270,13 +270,18 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
     if is_trained and not any(p.requires_grad for p in module.parameters()):
         problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
         raise conflict(ZERO, problem, TO_AUTO_STRATEGY, "requires_grad_(True) on the parameters to train")
-    # Parameters keep these attributes of an earlier engine (DeepSpeed 0.19), so a second engine would fail.
-    if is_trained and any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in module.parameters()):
-        problem = f"{type(module).__name__} was trained before, and DeepSpeed trains a model only once"
-        raise conflict(ZERO, problem, "build the model anew for each fit; ckpt_path= loads trained weights", TO_FSDP2)
+    stage = config["zero_optimization"]["stage"]
+    # Parameters keep the attributes of an earlier engine (DeepSpeed 0.19), so a second engine would fail. A
+    # second engine of stage 1 works.
+    attributes = ("ds_id", "_hp_mapping") if stage > 1 else ("ds_id",)
+    if is_trained and any(hasattr(p, name) for p in module.parameters() for name in attributes):
+        problem = f"{type(module).__name__} was trained before, and stages 2 and 3 train a model only once"
+        raise conflict(
+            ZERO, problem, "build the model anew for each fit; ckpt_path= loads trained weights", TO_FSDP2
+        )
     # Stage 3 gathers weights in module hooks, which a compiled graph would trace.
     compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
-    if config["zero_optimization"]["stage"] == 3 and compiled is not None:
+    if stage == 3 and compiled is not None:
         problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
         stage_2 = Remedy("strategy.stage=2", "stage=2")
         raise conflict(ZERO, problem, stage_2, TO_FSDP2, "do not compile it")
