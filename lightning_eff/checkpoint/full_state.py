@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from lightning_eff.core.errors import CheckpointError
 from lightning_eff.core.shards import full_shape, is_sharded
 
+EXTRA_STATE = "_extra_state"
+"""Last part of the key of a module's `get_extra_state`, as in torch 2.13's state dicts."""
 COUNTS = ("step",)
 """Keys of optimizer state with one number per parameter. Such numbers are never sharded."""
 
@@ -97,8 +99,10 @@ def load_module_state(
         CheckpointError: A name or a shape does not fit; nothing has been assigned.
     """
     everything = module.state_dict(keep_vars=True)
-    own = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
-    keys = IncompatibleKeys([n for n in own if n not in state], [n for n in state if n not in everything])
+    extra = [name for name in everything if name.rpartition(".")[2] == EXTRA_STATE]
+    own = {n: value for n, value in everything.items() if isinstance(value, Tensor) and n not in extra}
+    missing = [name for name in (*own, *extra) if name not in state]
+    keys = IncompatibleKeys(missing, [name for name in state if name not in everything])
     for hook in vars(module)["_load_state_dict_post_hooks"].values():  # as torch 2.13's load_state_dict does
         hook(module, keys)  # may remove keys: adapters' checkpoints lack the base model
     # Check everything before the first tensor is assigned, so that a failed load leaves the model unchanged.
@@ -114,6 +118,10 @@ def load_module_state(
         raise CheckpointError(text)
     for name in common:  # all ranks in the same order: loading may be a collective
         sharded.load_tensor(own[name], state[name])
+    for name in extra:
+        if name in state:
+            value = state[name].clone() if isinstance(state[name], Tensor) else state[name]
+            module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 @torch.no_grad()

@@ -322,9 +322,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         UsageError: An option is unknown, the recipe or its file is missing, or there are too many words.
 
     Example:
-        >>> options = parse(["train", "seed=2", "lm", "-m", "~callbacks"])
+        >>> options = parse(["train", "seed=2", "lm", "-m", "~callbacks.exact_resume"])
         >>> options.recipe, options.overrides, options.multirun
-        ('lm', ['seed=2', '~callbacks'], True)
+        ('lm', ['seed=2', '~callbacks.exact_resume'], True)
     """
     top, parsers = build()
     # argparse parses the options; recipe and overrides may stand anywhere between the options.

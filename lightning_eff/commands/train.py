@@ -191,9 +191,14 @@ class Job:
         """
         from lightning_eff.launch.stop import ended_together
 
-        run = built.pop()
-        with ended_together(run.trainer, run.run_dir, self.launch):
-            return run.fit()
+        run, environment = built.pop(), {*os.environ}
+        try:
+            with ended_together(run.trainer, run.run_dir, self.launch):
+                return run.fit()
+        finally:
+            # Lightning sets NODE_RANK, for example. The next job of a sweep would take itself for a rank.
+            for name in {*os.environ} - environment:
+                del os.environ[name]
 
     def ended(self, start: Callable[[], dict[str, Any]], overrides: Sequence[str], folder: Path) -> Ended:
         """Call `start`, which trains in a folder; return the report of the run, or its error."""

@@ -344,7 +344,8 @@ def check_folders(values: Mapping[str, Any], root: Path) -> None:
     for path, key, value in walk_leaves(values):
         if not isinstance(value, str):
             continue
-        if key in WRITTEN_FOLDERS:
+        # The folders of a user's data module are only read; the shipped ones write to `cache_dir`.
+        if key in WRITTEN_FOLDERS and (key == "cache_dir" or not path.startswith("data.")):
             check_inside(path, value, root.resolve())
         # `model.name` is only read; it is the name of a hub model, or a folder.
         if key in WRITTEN_NAMES and path != "model.name" and {"..", "/"} & {*Path(value).parts}:

@@ -18,6 +18,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 
 from beartype.door import is_bearable
@@ -51,6 +52,7 @@ TEXTS: tuple[tuple[Any, str], ...] = (
     (bool, "true or false"),
     (str, "a string"),
     (os.PathLike[str], "a path"),
+    (Path, "a Path (YAML has only strings: annotate the parameter as str)"),
     (type(None), "None"),
 )
 

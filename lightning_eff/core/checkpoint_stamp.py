@@ -200,6 +200,10 @@ def undo_premature_epoch_end(trainer: pl.Trainer, checkpoint: Mapping[str, Any])
         nested_dict(loop, key)
         for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict")
     )
+    # In `on_train_epoch_start`, Lightning 2.6 saves the new epoch as ready. It would resume after the last
+    # batch of this epoch.
+    for counts in (nested_dict(epochs, "total"), nested_dict(epochs, "current")):
+        counts["ready"] = counts.get("started")
     # At max_steps, Lightning 2.6 saves the epoch as processed and the last batch as completed.
     for progress, keys in (
         (epochs, ("ready", "started", "processed")),

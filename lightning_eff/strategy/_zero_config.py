@@ -74,6 +74,12 @@ DEFAULT_BUCKET = 500_000_000
 
 TO_32_TRUE = Remedy("precision=fp32", 'precision="32-true"')
 ALWAYS: tuple[Rule, ...] = (
+    checks.SYNC_BATCH_NORM,
+    Rule(
+        name="run/manual_optimization",
+        reason="DeepSpeed ignores self.clip_gradients, and loses or keeps gradients of other backward passes",
+        remedies=(TO_FSDP2, TO_DDP),
+    ),
     Rule(
         name="callbacks/torch_compile",
         reason="DeepSpeed's hooks on weights would be compiled too",
@@ -264,9 +270,18 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
     if is_trained and not any(p.requires_grad for p in module.parameters()):
         problem = f"{type(module).__name__} has no trainable parameter, so nothing to shard"
         raise conflict(ZERO, problem, TO_AUTO_STRATEGY, "requires_grad_(True) on the parameters to train")
+    stage = config["zero_optimization"]["stage"]
+    # Parameters keep the attributes of an earlier engine (DeepSpeed 0.19), so a second engine would fail. A
+    # second engine of stage 1 works.
+    attributes = ("ds_id", "_hp_mapping") if stage > 1 else ("ds_id",)
+    if is_trained and any(hasattr(p, name) for p in module.parameters() for name in attributes):
+        problem = f"{type(module).__name__} was trained before, and stages 2 and 3 train a model only once"
+        raise conflict(
+            ZERO, problem, "build the model anew for each fit; ckpt_path= loads trained weights", TO_FSDP2
+        )
     # Stage 3 gathers weights in module hooks, which a compiled graph would trace.
     compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
-    if config["zero_optimization"]["stage"] == 3 and compiled is not None:
+    if stage == 3 and compiled is not None:
         problem = f"{compiled} is compiled, so under stage 3 DeepSpeed's hooks on its weights would be too"
         stage_2 = Remedy("strategy.stage=2", "stage=2")
         raise conflict(ZERO, problem, stage_2, TO_FSDP2, "do not compile it")

@@ -54,7 +54,8 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
     """Call `configure_optimizers`; return its optimizer, and its schedule or None.
 
     Raises:
-        ConflictError: The module has no optimizer or several, or its optimizer is possibly not elementwise.
+        ConflictError: There is no optimizer, or several schedules; or the optimizer is possibly not
+            elementwise.
     """
     returned, schedules = _init_optimizers_and_lr_schedulers(module)
     optimizers = [optimizer for optimizer in returned if not isinstance(optimizer, _MockOptimizer)]
@@ -62,10 +63,9 @@ def single_optimizer(module: pl.LightningModule) -> tuple[Optimizer, Any]:
     if not optimizers:
         problem = f"{name} returned no optimizer, but DeepSpeed needs one"
         raise conflict(ZERO, problem, "return one", TO_DDP)
-    if len(optimizers) > 1 or len(schedules) > 1:
-        counts = f"optimizers: {len(optimizers)}, schedules: {len(schedules)}"
-        problem = f"{name} returned several ({counts}), but DeepSpeed steps one of each"
-        raise conflict(ZERO, problem, "parameter groups of one optimizer", TO_FSDP2, TO_DDP)
+    if len(schedules) > 1:  # Lightning rejects several optimizers
+        problem = f"{name} returned {len(schedules)} schedules, but DeepSpeed steps one"
+        raise conflict(ZERO, problem, TO_FSDP2, TO_DDP)
     check_elementwise(optimizers[0])
     return optimizers[0], schedules[0] if schedules else None
 

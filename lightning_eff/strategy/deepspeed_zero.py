@@ -20,8 +20,10 @@ Costs: the communication of DDP (stages 1, 2) or 1.5 times as much (stage 3), pl
     and momentum still change it. Ranks must run the same modules; checking this takes 16 bytes per step.
 When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without offload. LBFGS, Muon, Adafactor and other optimizers that are not elementwise.
-    Clipping by value. Compiled blocks. micro_batch_size=auto. Several optimizers, QuantizedBase. Scalar,
-    empty, float64 or complex parameters. Weight averaging in 16 bits, or under stage 3.
+    Manual optimization. sync_batchnorm. Clipping by value. Compiled blocks. micro_batch_size=auto.
+    QuantizedBase. Scalar, empty, float64 or complex parameters. Weight averaging in 16 bits, or under
+    stage 3. A second fit of a model in stages 2 and 3. Buffers that a step changes, such as statistics of
+    batch norms: only DDP keeps them equal on all ranks, and a checkpoint has those of rank 0 only.
 Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; https://www.deepspeed.ai/docs/config-json/
 """
 
@@ -410,8 +412,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
         if self._deepspeed_engine is not None and (is_trained or self.stage == 3):
             problem = "it shards one model, and another was set up before"
             raise conflict(ZERO, problem, "fabric.to_device(model) for a frozen one", "FSDP2Fabric()")
-        precision = str(self.precision.precision)
-        zero_config.check_module(module, self.config, precision, is_trained=is_trained)
+        zero_config.check_module(module, self.config, str(self.precision.precision), is_trained=is_trained)
 
     def discard_gradients(self) -> None:
         """Discard the gradients that DeepSpeed's optimizer (0.19) keeps for its next step.
@@ -486,8 +487,7 @@ class ZeroFabric(ZeroMixin, FabricDeepSpeed):
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        own = self._inside(module)
-        full_state.load_module_state(own, self.sharded_state(), state_dict, strict=strict)
+        full_state.load_module_state(self._inside(module), self.sharded_state(), state_dict, strict=strict)
 
     def _inside(self, module: Any) -> nn.Module:
         # The engine wraps the model, and would add `module.` to every name.

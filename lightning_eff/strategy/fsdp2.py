@@ -28,8 +28,12 @@ Costs: 1.5 times the communication of DDP; memory for the full weights of one bl
     modules; checking this costs 16 bytes of communication per step (_shared/collectives.py).
 When not: the model fits on one device, where `strategy=ddp` communicates least.
 Conflicts: one device without `cpu_offload`. micro_batch_size=auto. bitsandbytes' 8-bit optimizers. Weights
-    tied across blocks. QuantizedBase. Weight averaging. Hooks on parameters. A step that uses a block's
-    weight outside the block's forward pass; torch then raises "got mixed torch.Tensor and DTensor".
+    tied across blocks. QuantizedBase. Weight averaging. sync_batchnorm. Hooks on parameters. A step that uses
+    a block's weight outside the block's forward pass; torch then raises "got mixed torch.Tensor and DTensor".
+    Manual optimization with several backward passes raises the same error if a network has weights outside of
+    blocks. Then list the networks, for example `blocks=[generator, discriminator]`. Buffers that a step
+    changes, such as statistics of batch norms: only DDP keeps them equal on all ranks, and a checkpoint has
+    those of rank 0 only.
 Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277;
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -236,8 +240,9 @@ class FSDP2(ModelParallelStrategy):
 
     def facts(self) -> Facts:
         """Return the strategy's conflicts, and whether its checkpoints are folders."""
+        excludes = (*_AVERAGES, checks.SYNC_BATCH_NORM, *(() if self.cpu_offload else (_ONE_DEVICE,)))
         provides = (SHARDED_CHECKPOINTS,) if self.checkpoints == "sharded" else ()
-        return Facts(provides=provides, excludes=(*_AVERAGES, *(() if self.cpu_offload else (_ONE_DEVICE,))))
+        return Facts(provides=provides, excludes=excludes)
 
     def scheme(self) -> FSDP2Memory:
         """Return the memory estimate of this strategy for any number of devices."""

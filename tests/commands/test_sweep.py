@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,15 @@ def test_a_search_gets_the_last_value_of_each_run_or_the_error_of_a_failed_run(
     (sweep,) = Path("outputs/baseline").glob("sweep_*")
     shown = [line.split()[:2] for line in command("report", str(sweep), code=0)[1].splitlines()]
     assert shown == [line.split()[:2] for line in out.splitlines()]
+
+
+def test_each_job_of_a_sweep_trains_on_one_device_with_ddp(tiny: list[str]) -> None:
+    """In its own process, since Lightning's process group outlives the runs."""
+    words = ["train", "baseline", *tiny, "strategy=ddp", "-m", "seed=1,2"]
+    command = [sys.executable, "-m", "lightning_eff", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished") == 2
 
 
 def test_a_metric_that_a_run_has_not_logged_is_an_error() -> None:

@@ -251,3 +251,10 @@ def test_a_recipe_with_its_own_class_drops_settings_that_the_class_does_not_take
     Path("mine.yaml").write_text(f"defaults:\n  - baseline\n  - _self_\n{others}")
     typed = composition.compose_recipe("mine", ["model._target_=my_written.Net"], path).values
     assert typed["model"] == {"_target_": "my_written.Net"}, "the file's settings belong to its own class"
+
+
+def test_only_folders_from_which_data_are_read_may_be_outside_of_the_output_root(tmp_path: Path) -> None:
+    validate.check_folders({"data": {"root_dir": "/data"}}, tmp_path)
+    for group, key in (("data", "cache_dir"), ("logger", "root_dir")):
+        with pytest.raises(ConfigError, match=key):
+            validate.check_folders({group: {key: "/data"}}, tmp_path)

@@ -5,6 +5,7 @@ Rejections are in _shared/test_rejections.py, two ranks in tests/test_strategies
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,13 @@ def test_the_bucket_of_gradients_has_the_size_of_all_trained_elements(
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
-def test_configure_optimizers_must_return_one_optimizer() -> None:
+def test_configure_optimizers_must_return_one_optimizer_and_one_schedule() -> None:
     module: Any = Net()
     module.trainer = make_trainer()
     optimizer = module.configure_optimizers()
-    for returned in (None, [optimizer, optimizer]):
+    schedule = optim.lr_scheduler.ConstantLR(optimizer)
+    for returned in (None, ([optimizer], [schedule, schedule])):
         module.configure_optimizers = lambda returned=returned: returned
-        module.automatic_optimization = returned is None
         with pytest.raises(ConflictError, match="configure_optimizers"):
             single_optimizer(module)
 
@@ -181,10 +182,15 @@ def weights(**options: Any) -> dict[str, torch.Tensor]:
 def main(folder: str) -> None:
     alone = DeepSpeedZero(stage=3, offload_optimizer="cpu", offload_parameters="cpu")
     torch.save([weights(strategy=alone), weights()], Path(folder) / "weights.pt")
+    for stage in (2, 3):
+        model, strategy = Net(), functools.partial(DeepSpeedZero, stage=stage, offload_optimizer="cpu")
+        make_trainer(strategy=strategy(), max_steps=1).fit(model, make_loader())
+        with pytest.raises(ConflictError, match="was trained before"):
+            make_trainer(strategy=strategy(), max_steps=1).fit(model, make_loader())
 
 
 @pytest.mark.slow
-def test_one_device_with_offload_trains_as_without_a_strategy(tmp_path: Path) -> None:
+def test_one_device_with_offload_trains_as_without_a_strategy_and_once_per_model(tmp_path: Path) -> None:
     """In a separate process, because the process group would stay."""
     done = run_alone("tests.strategy.test_deepspeed_zero", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_eff.core.errors import TO_DDP, TO_FSDP2, TO_ZERO, ConflictError, Remedy
 from lightning_eff.core.shards import full_shape
+from lightning_eff.core.technique import Rule
 
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
@@ -22,6 +23,13 @@ WRAPPED = "_orig_mod"
 """Attribute with the original module in torch.compile's wrapper (OptimizedModule in torch 2.13)."""
 _NOT_FLOAT32 = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 """Dtypes that would lose digits or an imaginary part in DeepSpeed's float32 partitions."""
+
+
+SYNC_BATCH_NORM = Rule(
+    name="run/sync_batch_norm",
+    reason="only Lightning's own DDP and FSDP convert batch norms, so the setting would be ignored",
+    remedies=(TO_DDP, Remedy("trainer.sync_batchnorm=false", "sync_batchnorm=False")),
+)
 
 
 def conflict(strategy: str, problem: str, *remedies: str | Remedy) -> ConflictError:

@@ -69,3 +69,19 @@ def test_incompatible_techniques_are_rejected(strategy: Any, other: Any, rejecte
     remedies = [each.rule.remedies for each in findings if each.rule.verdict.value == "rejected"]
     assert len(remedies) == rejected
     assert all(remedies)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "is_manual", "rejected"),
+    [
+        *((strategy, {"sync_batchnorm": True}, False, True) for strategy in (DeepSpeedZero, FSDP2)),
+        (DeepSpeedZero, {}, True, True),
+        (FSDP2, {}, True, False),
+    ],
+)
+def test_settings_that_would_be_ignored_are_rejected(
+    strategy: Any, options: dict[str, Any], *, is_manual: bool, rejected: bool
+) -> None:
+    trainer, module = make_trainer(strategy=strategy(), devices=2, **options), Net()
+    module.automatic_optimization = not is_manual
+    assert len(rules.verdict_on(trainer, module)) == rejected
