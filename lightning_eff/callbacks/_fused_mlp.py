@@ -122,22 +122,26 @@ class FusedMLP:
 def state_of(module: nn.Module, layers: Layers) -> list[Any]:
     """Return the state that an MLP's forward may depend on: its modules, their attributes and their hooks.
 
-    The gate is called as a module, so only the gate's identity is part of the state. Hooks on the MLP itself
-    and global hooks of torch are not part of the state, because the report and `plan` add such hooks.
+    The gate is called as a module, so only the gate's identity and its hooks are part of the state. Hooks on
+    the MLP itself and global hooks of torch are not, because the report and `plan` add such hooks.
     """
     state: list[Any] = []
     for part in module.modules():
-        state += [id(part), type(part) if part is not layers.gate else None]
+        state += [id(part), 0 if part is module else num_hooks(part)]
         if part is layers.gate:
             continue
-        attributes = vars(part)
-        state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in MODULE_HOOKS))
-        for name, value in attributes.items():
+        state.append(type(part))
+        for name, value in vars(part).items():
             if not (part is module and name == "forward"):
                 # Compare simple values by content, since equal numbers may be different objects; compare all
                 # other values by id.
                 state.append(value if isinstance(value, SIMPLE) else id(value))
     return state
+
+
+def num_hooks(part: nn.Module) -> int:
+    """Count the hooks of a module, without those of its submodules."""
+    return sum(len(vars(part)[hooks]) for hooks in MODULE_HOOKS)
 
 
 class _MLP(torch.autograd.Function):
@@ -325,12 +329,14 @@ def layers_of(module: nn.Module) -> Layers | None:
 
 
 def _may_be(module: nn.Module) -> bool:
-    """Return whether a module has two or three linear layers and no other parameters or mutable state."""
+    """Return whether a module has two or three linear layers, no other parameters, state or inner hooks."""
     linears = [child for child in module.children() if type(child) is nn.Linear]
     num_parameters = sum(len(list(layer.parameters())) for layer in linears)
     if len(linears) not in (2, 3) or len(list(module.parameters())) != num_parameters:
         return False
     if any("forward" in vars(part) for part in module.modules()) or list(module.buffers()):
+        return False
+    if any(num_hooks(part) for part in module.modules() if part is not module):
         return False
     own = (value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
     return not any(isinstance(value, (list, dict, set, torch.Tensor)) for value in own)

@@ -287,6 +287,17 @@ def keeps(m: Any, x: Tensor) -> Tensor:
     m.hidden = F.gelu(m.up(x))
     return m.down(m.hidden)
 
+@pytest.mark.parametrize("hooked", ["w1", "w2", "w3"])
+def test_an_mlp_with_earlier_hooks_inside_is_not_fused_and_later_hooks_count(hooked: str) -> None:
+    model = Gated()
+    (mlp,) = fuse_mlps(model, min_features=1).values()
+    model.get_submodule(hooked).register_forward_hook(lambda _, __, y: y - y.mean(-2, keepdim=True))
+    model(torch.randn(2, T, K))
+    assert mlp.num_fused == 0
+    mlp.restore()
+    assert fuse_mlps(model, min_features=1) == {}
+
+
 
 @pytest.mark.parametrize("compute", [draws, keeps])
 def test_a_forward_with_side_effects_is_no_mlp_and_recognition_changes_nothing(compute: Any) -> None:
