@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import math
 import operator
-import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +37,7 @@ from typing_extensions import override
 
 from lightning_eff.core import model_surgery
 from lightning_eff.core.model_surgery import MODULE_HOOKS, BlockSelector
+from lightning_eff.core.random_states import capture, differing, held_by
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.core.torch_private import real_tensors
 from lightning_eff.kernels import dispatch, matmul
@@ -306,17 +306,17 @@ def layers_of(module: nn.Module) -> Layers | None:
     """
     if not _may_be(module):
         return None
-    # The copy shares the parameters, which may be large.
-    traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
-    before = dict(vars(traced))
     # Why real tensors: with `plan`'s fake tensors, drawing random numbers does not change the random state.
     with real_tensors(), isolate_rng():
-        numbers = (torch.get_rng_state(), random.getstate())
         try:
+            # The copy shares the parameters, which may be large.
+            traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+            before, own_generators = dict(vars(traced)), held_by(traced)
+            states = capture(generators=own_generators)
             found = _match(traced, _Tracer().trace(traced))
         except Exception:  # noqa: BLE001 - a user's forward may fail in any way on a symbolic tensor
-            found = None
-        has_drawn = not torch.equal(torch.get_rng_state(), numbers[0]) or random.getstate() != numbers[1]
+            return None
+        has_drawn = bool(differing(states, capture(generators=own_generators)))
     after = vars(traced)
     # A forward that stores an attribute is not replaced, since the new forward would not store it.
     has_kept = after.keys() != before.keys() or any(after[name] is not before[name] for name in before)
