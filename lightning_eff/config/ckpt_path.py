@@ -183,11 +183,15 @@ def check_something_left(path: Path, trainer: pl.Trainer) -> None:
         CheckpointError, ConfigError: As in `read_for`.
     """
     saved = read_for(path, trainer)
-    progress = nested_dict(saved, "loops", "fit_loop", "epoch_loop.batch_progress")
-    limits: dict[str, int | None] = {"steps": trainer.max_steps}
-    if progress.get("is_last_batch", True):  # an incomplete epoch is not counted
-        limits["epochs"] = trainer.max_epochs
-    done = {"steps": saved.get("global_step", 0), "epochs": saved.get("epoch", 0) + 1}  # epochs count from 0
+    loop = nested_dict(saved, "loops", "fit_loop")
+    batches = nested_dict(loop, "epoch_loop.batch_progress")
+    current = nested_dict(batches, "current")
+    # Lightning counts an epoch as completed at different moments, depending on the hook that saved. So count
+    # the started epochs; the last of them is over if its last batch was trained.
+    is_over = batches.get("is_last_batch", False) and current.get("ready") == current.get("processed")
+    started = nested_dict(loop, "epoch_progress", "current").get("started", 0)
+    done = {"steps": saved.get("global_step", 0), "epochs": started - (not is_over)}
+    limits: dict[str, int | None] = {"steps": trainer.max_steps, "epochs": trainer.max_epochs}
     for unit, limit in limits.items():
         if limit is not None and 0 <= limit <= done[unit]:
             allowed = f"more than the {done[unit]} {unit} that {path} has already trained"

@@ -65,6 +65,13 @@ def test_32_true_leaves_the_default_dtype_unchanged() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def test_bf16_mixed_has_no_effect_on_a_model_in_float64() -> None:
+    plugin = AutoPrecision(precision="bf16-mixed", device="cpu")
+    with pytest.warns(NoEffectWarning, match="except in float64"):
+        plugin.convert_module(nn.Linear(4, 4).double())
+    assert not plugin.outcome().effective
+
+
 @pytest.mark.parametrize(
     ("capabilities", "chosen"), [({"avx512_f": True}, "32-true"), ({"amx_bf16": True}, "bf16-mixed")]
 )
