@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from transformers import LlamaConfig, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
-from lightning_eff.callbacks._token_wise import check_token_wise
+from lightning_eff.callbacks._token_wise import DRAWS, check_token_wise
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
@@ -246,7 +247,6 @@ def hooked() -> nn.Module:
     return model
 
 
-DRAWS = "it draws random numbers that are not per token"
 OTHER_TOKENS = "a token's output depends on other tokens"
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "GPT's MLP": (lambda: MLP(16), ""),
@@ -265,6 +265,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rounded by the largest": (lambda: nn.Sequential(nn.Linear(4, 8), BitLinear(8, 4)), OTHER_TOKENS),
     "experts": (lambda: mixtral_layer().mlp, "it distributes tokens (topk)"),
     "DropPath": (lambda: Between(drops_samples), DRAWS),
+    "LayerDrop by NumPy": (lambda: Between(lambda self, h: h * (np.random.rand() > 1e-9)), DRAWS),
     "spectral norm": (
         lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.spectral_norm(nn.Linear(8, 4))),
         "its forward changes buffers",
