@@ -140,6 +140,17 @@ def test_the_recomputation_draws_the_same_dropout() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
 
+def test_derivatives_of_torch_func_are_computed_without_tiles() -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"mlp": MLP(CHANNELS)}).double(), torch.randn(2, 8, CHANNELS).double()
+    mlp, results = model["mlp"], []
+    for tiled in (False, True):
+        if tiled:
+            tile_mlps(model, modules=["mlp"], tile_budget_mib=0.001, min_tokens=1)
+        results.append(torch.func.vmap(torch.func.grad(lambda x: mlp(x).sum()))(x))
+    assert is_equal(*results)
+
+
 def train(technique: TiledMLP, *others: Any) -> None:
     model, tokens = make_gpt(), torch.randint(0, 11, (4, LENGTH + 1))
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=2)
