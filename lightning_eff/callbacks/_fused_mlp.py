@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import math
 import operator
-import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +37,7 @@ from typing_extensions import override
 
 from lightning_eff.core import model_surgery
 from lightning_eff.core.model_surgery import MODULE_HOOKS, BlockSelector
+from lightning_eff.core.random_states import capture, differing, held_by
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.core.torch_private import real_tensors
 from lightning_eff.kernels import dispatch, matmul
@@ -122,22 +122,26 @@ class FusedMLP:
 def state_of(module: nn.Module, layers: Layers) -> list[Any]:
     """Return the state that an MLP's forward may depend on: its modules, their attributes and their hooks.
 
-    The gate is called as a module, so only the gate's identity is part of the state. Hooks on the MLP itself
-    and global hooks of torch are not part of the state, because the report and `plan` add such hooks.
+    The gate is called as a module, so only the gate's identity and its hooks are part of the state. Hooks on
+    the MLP itself and global hooks of torch are not, because the report and `plan` add such hooks.
     """
     state: list[Any] = []
     for part in module.modules():
-        state += [id(part), type(part) if part is not layers.gate else None]
+        state += [id(part), 0 if part is module else num_hooks(part)]
         if part is layers.gate:
             continue
-        attributes = vars(part)
-        state.append(0 if part is module else sum(len(attributes[hooks]) for hooks in MODULE_HOOKS))
-        for name, value in attributes.items():
+        state.append(type(part))
+        for name, value in vars(part).items():
             if not (part is module and name == "forward"):
                 # Compare simple values by content, since equal numbers may be different objects; compare all
                 # other values by id.
                 state.append(value if isinstance(value, SIMPLE) else id(value))
     return state
+
+
+def num_hooks(part: nn.Module) -> int:
+    """Count the hooks of a module, without those of its submodules."""
+    return sum(len(vars(part)[hooks]) for hooks in MODULE_HOOKS)
 
 
 class _MLP(torch.autograd.Function):
@@ -302,17 +306,17 @@ def layers_of(module: nn.Module) -> Layers | None:
     """
     if not _may_be(module):
         return None
-    # The copy shares the parameters, which may be large.
-    traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
-    before = dict(vars(traced))
     # Why real tensors: with `plan`'s fake tensors, drawing random numbers does not change the random state.
     with real_tensors(), isolate_rng():
-        numbers = (torch.get_rng_state(), random.getstate())
         try:
+            # The copy shares the parameters, which may be large.
+            traced = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+            before, own_generators = dict(vars(traced)), held_by(traced)
+            states = capture(generators=own_generators)
             found = _match(traced, _Tracer().trace(traced))
         except Exception:  # noqa: BLE001 - a user's forward may fail in any way on a symbolic tensor
-            found = None
-        has_drawn = not torch.equal(torch.get_rng_state(), numbers[0]) or random.getstate() != numbers[1]
+            return None
+        has_drawn = bool(differing(states, capture(generators=own_generators)))
     after = vars(traced)
     # A forward that stores an attribute is not replaced, since the new forward would not store it.
     has_kept = after.keys() != before.keys() or any(after[name] is not before[name] for name in before)
@@ -325,12 +329,14 @@ def layers_of(module: nn.Module) -> Layers | None:
 
 
 def _may_be(module: nn.Module) -> bool:
-    """Return whether a module has two or three linear layers and no other parameters or mutable state."""
+    """Return whether a module has two or three linear layers, no other parameters, state or inner hooks."""
     linears = [child for child in module.children() if type(child) is nn.Linear]
     num_parameters = sum(len(list(layer.parameters())) for layer in linears)
     if len(linears) not in (2, 3) or len(list(module.parameters())) != num_parameters:
         return False
     if any("forward" in vars(part) for part in module.modules()) or list(module.buffers()):
+        return False
+    if any(num_hooks(part) for part in module.modules() if part is not module):
         return False
     own = (value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
     return not any(isinstance(value, (list, dict, set, torch.Tensor)) for value in own)

@@ -206,7 +206,7 @@ def _lazy(
     # [*batch, V], or [B, V, *rest] if the classes are the second axis.
     size = [*x.shape[:-1], call.projection.width]
     size = [size[0], size[-1], *size[1:-1]] if form.is_class_second else size
-    make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.10 to 2.13
+    make: Any = getattr(Tensor, "_make_wrapper_subclass")  # noqa: B009 - private in torch 2.11 to 2.13
     made: LazyLogits = make(LazyLogits, size, dtype=dtype, device=x.device, requires_grad=requires_grad)
     made.call, made.x, made.form, made.origin, made.computed = call, x, form, origin, None
     # Store only a weak reference: logits that the step has dropped must not be computed.
@@ -254,7 +254,7 @@ class LateProjection:
         self._step_hook = register_optimizer_step_pre_hook(self.compute_held)
         self._work: Callable[..., Tensor] | None = None  # replaces the module's forward unless it is None
         self._forward: Callable[..., Tensor] = self.module.forward
-        self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.10 to 2.13
+        self._call_with_hooks: Any = self.module._call_impl  # noqa: SLF001 - as of torch 2.11 to 2.13
         self.module.forward, self.module._call_impl = self._in_forward, self._call  # noqa: SLF001
 
     def restore(self) -> None:

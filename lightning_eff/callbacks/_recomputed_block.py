@@ -26,6 +26,7 @@ from lightning_eff.core.errors import ConfigError, Remedy
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.core.model_surgery import BlockSelector
 from lightning_eff.core.torch_private import torch_private
+from lightning_eff.kernels.matmul import in_forward_mode, is_traced
 
 KEEP = "keep"
 Policies = Mapping[str, str]
@@ -175,7 +176,8 @@ class RecomputedBlock:
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # A recomputation runs the block without a checkpoint, and so does a call with disabled gradients.
-        if self._is_recomputing or not torch.is_grad_enabled():
+        # torch.func and forward-mode derivatives do not support checkpoints.
+        if self._is_recomputing or not torch.is_grad_enabled() or is_traced() or in_forward_mode():
             return args, kwargs
         # Hugging Face's models pass a key-value cache to their layers even in training. The recomputation
         # would append to the cache again.
@@ -301,7 +303,8 @@ def recompute(
         A dictionary that maps block names to objects; the method `remove` of an object undoes the change.
 
     Raises:
-        ConfigError: `blocks` or `policy` names something that is not a block of the model.
+        ConfigError: `blocks` or `policy` names something that is not a block of the model, or a block is
+            scripted.
         RecomputationError: A block depends on something that changed before its backward pass.
 
     Example:
@@ -317,6 +320,11 @@ def recompute(
     by_name = dict.fromkeys(found, policy) if isinstance(policy, str) else policy
     for name in by_name.keys() - found.keys():
         raise ConfigError("policy", name, allowed="policies by the names of the model's blocks")
+    for name, chosen in by_name.items():
+        if chosen != KEEP and isinstance(found[name], torch.jit.ScriptModule):
+            raise ConfigError(
+                "blocks", name, allowed="blocks without torch.jit.script, which allows no hooks"
+            )
     contexts: ContextFn = noop_context_fn
     if "selective" in by_name.values():
         gemm = getattr(torch.ops.lightning_eff, "gemm", None)  # registered when a layer first uses it

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_eff.core.model_surgery import ADAPTER, MODULE_HOOKS, is_foreign
+from lightning_eff.core.random_states import capture, differing, held_by
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.torch_private import real_tensors
 
@@ -32,6 +33,7 @@ SHAPES = ((33,), (3, 11), (3, 2, 11))
 TILE_TOKENS = 16
 """Tokens per test tile: an even number, larger than a sample in most shapes. The last tile is shorter."""
 FAILS = "its forward fails on a tensor of tokens x features"
+DRAWS = "it draws random numbers that are not per token"
 LINEARS = ("bitsandbytes.", "lightning_eff.", "torchao.")
 """Packages whose linear layers compute only a product with the weight, apart from rounding."""
 ROUTING = (
@@ -158,11 +160,14 @@ def _try(trial: nn.Module, features: int) -> tuple[str, tuple[int, ...]]:
 
 def _compare(trial: nn.Module, x: Tensor) -> str:
     """Compare the stand-in's outputs with and without tiles; describe the difference, if there is one."""
-    before = _contents(trial)
+    # `_Observed` counts the random numbers of torch only. Others may be drawn once per call.
+    others = {name: each for name, each in held_by(trial).items() if not isinstance(each, torch.Generator)}
+    before, states = _contents(trial), capture(generators=others)
     with _Observed() as observed:
         full = trial(x)
     routing = f"it distributes tokens ({observed.routing})" if observed.routing else ""
-    if refusal := _side_effect(before, _contents(trial)) or routing:
+    draws = DRAWS if differing(states, capture(generators=others)).keys() - {"torch"} else ""
+    if refusal := _side_effect(before, _contents(trial)) or routing or draws:
         return refusal
     if not isinstance(full, Tensor):
         return f"its forward returns a {type(full).__name__}"
@@ -176,7 +181,7 @@ def _compare(trial: nn.Module, x: Tensor) -> str:
         # count per token: drawn_all / tokens_all == drawn_tile / tokens_tile, here as products of integers.
         per_token = [drawn * tile.shape[-2] for drawn in observed.drawn]
         if per_token != [drawn * x[..., 0].numel() for drawn in of_tile.drawn]:
-            return "it draws random numbers that are not per token"
+            return DRAWS
     if not torch.allclose(full, join(outputs, x), rtol=1e-9, atol=1e-12):
         return "a token's output depends on other tokens" + " in training" * trial.training
     return ""

@@ -78,9 +78,9 @@ class GradientCheckpointing(Managed):
             or a fraction of the device's memory.
 
     Raises:
-        ConfigError: A value is outside its range, `memory` is set without `fit`, or `blocks` matches nothing.
-            With `fit`, also raised before the first step if no choice fits in `memory`, or if no step can be
-            predicted.
+        ConfigError: A value is outside its range, `memory` is set without `fit`, `blocks` matches nothing, or
+            a block is scripted (`torch.jit.script`). With `fit`, also raised before the first step if no
+            choice fits in `memory`, or if no step can be predicted.
         ConflictError: The model or the strategy already recomputes activations, no compiler supports
             `budget`, or `selective` is used with compiled blocks.
         EnvironmentLacksError: torch is older than 2.13, and a block with `selective` modifies a kept output
@@ -205,12 +205,12 @@ class GradientCheckpointing(Managed):
             model_surgery.queue(trainer, pl_module, Stage.CHECKPOINT, self._apply)
 
     def _apply(self, model: nn.Module) -> int:
+        policy = self.policy if self._fit is None else self._fit.policies
         try:
             self._num_blocks = len(model_surgery.select_blocks(model, self.blocks))
+            new = recompute(model, policy=policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
         except ConfigError as error:
             raise error.under(name_of(self).replace("/", ".")) from error
-        policy = self.policy if self._fit is None else self._fit.policies
-        new = recompute(model, policy=policy, every_n_blocks=self.every_n_blocks, blocks=self.blocks)
         for recomputed in new.values():
             self.cleanup.callback(recomputed.remove)
         # With `fit` this method runs twice, so add to the blocks of the first call.

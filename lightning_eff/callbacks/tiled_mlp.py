@@ -59,6 +59,7 @@ from lightning_eff.core.model_surgery import BlockSelector
 from lightning_eff.core.shards import GatheredAtOnce
 from lightning_eff.core.technique import Outcome, Try
 from lightning_eff.core.text import human_bytes
+from lightning_eff.kernels.matmul import in_forward_mode, is_traced
 from lightning_eff.report.advice import Observed, Suggestion
 
 NOT_FOUND = "no token-wise MLP found in repeated blocks"
@@ -290,9 +291,9 @@ class TiledForward:
         self.not_held_bytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module in tiles, or without tiles if the arguments are not a single tensor."""
+        """Compute the module in tiles, or without tiles if traced, or if the argument is not one tensor."""
         x = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(x, Tensor) or torch.compiler.is_compiling():
+        if not isinstance(x, Tensor) or is_traced() or in_forward_mode():
             return self._compute(*args, **kwargs)
         num_tiles = self.num_tiles(x) if x.dim() in self._token_wise.ranks else 1
         return self._compute(x) if num_tiles == 1 else self._tiled(x, num_tiles)

@@ -375,7 +375,7 @@ def _may_form_gradients(dtype: torch.dtype) -> bool:
     """
     if dtype == torch.float16 or not torch.is_grad_enabled():
         return False
-    # Private in torch 2.10 to 2.13. Activation checkpointing sets hooks for saved tensors during the forward
+    # Private in torch 2.11 to 2.13. Activation checkpointing sets hooks for saved tensors during the forward
     # pass.
     autograd: Any = torch._C._autograd  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     return autograd._top_saved_tensors_default_hooks(True) is None  # noqa: SLF001, FBT003

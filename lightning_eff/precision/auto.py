@@ -89,7 +89,10 @@ def step_context(precision: str, device_type: str, *, keep_casts: bool = True) -
         with torch.autocast(device_type, dtype=dtype, cache_enabled=keep_casts):
             yield
         return
-    # With `-true`, new tensors of the step have the weights' dtype, as in Lightning's own plugin.
+    if precision == "32-true":
+        yield
+        return
+    # With `bf16-true`, new tensors of the step have the weights' dtype, as in Lightning's own plugin.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

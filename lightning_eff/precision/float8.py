@@ -54,6 +54,7 @@ from lightning_eff.core.model_surgery import ADAPTER, Stage, repeated_blocks
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import NEEDS_MATRICES, TRANSFORM, Facts, Outcome, Rule, Verdict
 from lightning_eff.core.text import human_count
+from lightning_eff.core.torch_private import torch_private
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import Device
 from lightning_eff.precision.auto import AutoPrecision
@@ -143,7 +144,8 @@ class Float8(AutoPrecision):
         EnvironmentLacksError: torchao is not installed.
 
     Warns:
-        NoEffectWarning: The device has no float8 products, or no layer becomes faster.
+        NoEffectWarning: The device has no float8 products, no layer becomes faster, or no converted layer is
+            called.
         SlowPathWarning: No block is compiled, or gradients contain NaN or infinity.
 
     Example:
@@ -182,6 +184,7 @@ class Float8(AutoPrecision):
         self.emulate = emulate
         self._listed: dict[str, tuple[nn.Linear, str]] = {}
         self._has_compiled = False
+        self._graphs_before = 0
         self._steps = self._checked = 0
         self._overflows: Counter[str] = Counter()
         """Number of non-finite gradients in the first steps, by parameter."""
@@ -257,7 +260,7 @@ class Float8(AutoPrecision):
             text = f"precision/float8 has no effect: {most}"
             remedy = "" if self.emulate else f"\n  try: {EMULATED} (rounds as float8 does, slower)"
             warnings.warn(text + remedy, NoEffectWarning, stacklevel=2)
-        self._has_compiled = is_compiled(module)
+        self._has_compiled, self._graphs_before = is_compiled(module), num_graphs()
         if whys[""] and not self.emulate and not self._has_compiled:
             text = (
                 "precision/float8 is slower than bfloat16 without compiled blocks: a cast is several kernels"
@@ -289,8 +292,9 @@ class Float8(AutoPrecision):
     def teardown(self) -> None:
         """Convert the layers back to `nn.Linear`."""
         self._note_uncalled()
+        self._steps = 0  # below, the layers lose `has_run`
         # Without a converted layer, torchao need not be imported.
-        if any(not why for _, why in self._listed.values()):
+        if any(why in ("", NOT_CALLED) for _, why in self._listed.values()):
             from lightning_eff.precision._float8_linear import unconvert
 
             for layer, _ in self._listed.values():
@@ -298,12 +302,19 @@ class Float8(AutoPrecision):
         super().teardown()
 
     def _note_uncalled(self) -> None:
-        """Mark converted layers that did not run while others ran; other code may read their weights."""
-        ran = [hasattr(layer, "has_run") for layer, why in self._listed.values() if not why]
-        if any(ran) and not self._has_compiled:  # compiled layers do not record `has_run`
-            for name, (layer, why) in self._listed.items():
-                if not why and not hasattr(layer, "has_run"):
-                    self._listed[name] = layer, NOT_CALLED
+        """Mark converted layers that did not run in any step; other code may read their weights."""
+        # Compiled layers do not record `has_run`, and other code than a module may be compiled.
+        if not self._steps or self._has_compiled or num_graphs() != self._graphs_before:
+            return
+        uncalled = {
+            name: (layer, NOT_CALLED)
+            for name, (layer, why) in self._listed.items()
+            if not why and not hasattr(layer, "has_run")
+        }
+        self._listed |= uncalled
+        if uncalled and all(why for _, why in self._listed.values()):
+            text = f"precision/float8 has no effect: {NOT_CALLED}"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     @override
     def outcome(self) -> Outcome:
@@ -329,6 +340,11 @@ class Float8(AutoPrecision):
         numbers = {"precision": self.precision, "layers": whys, "fraction": fraction}
         numbers["overflows"] = dict(self._overflows)
         return Outcome(did=did, effective=bool(converted), numbers=numbers)
+
+
+def num_graphs() -> int:
+    """Return the number of graphs that torch.compile has made in this process."""
+    return torch_private("torch._dynamo.utils:counters", "precision/float8")["stats"]["unique_graphs"]
 
 
 def convert_model(

@@ -2,7 +2,7 @@
 
 predict.py and the planner enter `Fakes`. A fake tensor has shape, dtype, device and storage size, but no
 values; fake_values.py provides the values that a step reads. This package uses torch's private names for
-fake tensors (2.10-2.13). Three functions of torch do not work with fakes, so they are replaced while `Fakes`
+fake tensors (2.11-2.13). Three functions of torch do not work with fakes, so they are replaced while `Fakes`
 is entered:
 
 - `Module.to`, which swaps parameters, and fails if another object refers to a parameter;

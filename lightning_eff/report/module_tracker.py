@@ -3,7 +3,7 @@
 recording.py, flops.py and step_time.py use `ModuleTracker`. Global module hooks maintain a stack of the
 running modules. During the forward pass, each operation's autograd sequence number is mapped to the
 innermost module. In the backward pass the running autograd node has the same number, so a gradient is
-attributed to the module of its forward operation. Torch's private names for these numbers (torch 2.10-2.13)
+attributed to the module of its forward operation. Torch's private names for these numbers (torch 2.11-2.13)
 are used in this file alone.
 """
 

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, RecomputedBlock, recompute
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.call_state import RecomputationError
-from lightning_eff.core.errors import ConflictError
+from lightning_eff.core.errors import ConfigError, ConflictError
 from lightning_eff.core.host_offload import HostOffload
 from lightning_eff.models.gpt import GPT
 from tests.support.counted import Operators, kept_bytes
@@ -369,3 +369,16 @@ def test_only_differentiable_inputs_move_to_the_host_and_unused_copies_are_freed
     for _ in range(5):
         block(x, torch.ones(WIDTH))
     assert len(host._waiting) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_scripted_blocks_are_rejected() -> None:
+    blocks = [torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for _ in range(2)]  # pyright: ignore[reportPrivateImportUsage]
+    with pytest.raises(ConfigError, match="allows no hooks"):
+        recompute(nn.Sequential(*blocks))
+
+
+def test_derivatives_of_torch_func_recompute_nothing() -> None:
+    model, x = make_gpt("full").blocks, torch.randn(1, 4, 16)
+    expected = torch.func.grad(lambda x: make_gpt(None).blocks[0](x).sum())(x)
+    assert torch.equal(torch.func.grad(lambda x: model[0](x).sum())(x), expected)

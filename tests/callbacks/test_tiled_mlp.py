@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from transformers import LlamaConfig, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
-from lightning_eff.callbacks._token_wise import check_token_wise
+from lightning_eff.callbacks._token_wise import DRAWS, check_token_wise
 from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing, recompute
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.callbacks.tiled_mlp import TiledMLP, tile_mlps
@@ -139,6 +140,17 @@ def test_the_recomputation_draws_the_same_dropout() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
 
+def test_derivatives_of_torch_func_are_computed_without_tiles() -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"mlp": MLP(CHANNELS)}).double(), torch.randn(2, 8, CHANNELS).double()
+    mlp, results = model["mlp"], []
+    for tiled in (False, True):
+        if tiled:
+            tile_mlps(model, modules=["mlp"], tile_budget_mib=0.001, min_tokens=1)
+        results.append(torch.func.vmap(torch.func.grad(lambda x: mlp(x).sum()))(x))
+    assert is_equal(*results)
+
+
 def train(technique: TiledMLP, *others: Any) -> None:
     model, tokens = make_gpt(), torch.randint(0, 11, (4, LENGTH + 1))
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=2)
@@ -246,7 +258,6 @@ def hooked() -> nn.Module:
     return model
 
 
-DRAWS = "it draws random numbers that are not per token"
 OTHER_TOKENS = "a token's output depends on other tokens"
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "GPT's MLP": (lambda: MLP(16), ""),
@@ -265,6 +276,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rounded by the largest": (lambda: nn.Sequential(nn.Linear(4, 8), BitLinear(8, 4)), OTHER_TOKENS),
     "experts": (lambda: mixtral_layer().mlp, "it distributes tokens (topk)"),
     "DropPath": (lambda: Between(drops_samples), DRAWS),
+    "LayerDrop by NumPy": (lambda: Between(lambda self, h: h * (np.random.rand() > 1e-9)), DRAWS),
     "spectral norm": (
         lambda: nn.Sequential(nn.Linear(4, 8), parametrizations.spectral_norm(nn.Linear(8, 4))),
         "its forward changes buffers",

@@ -7,10 +7,12 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -195,6 +197,11 @@ MLPS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
 }
 
 
+def locked(m: Any, x: Tensor, *, lock: Any) -> Tensor:
+    with lock:
+        return m.down(F.gelu(m.up(x)))
+
+
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: sequential(nn.GELU(), nn.Dropout(0.1)),
     "a norm": lambda: sequential(nn.LayerNorm(HIDDEN), nn.GELU()),
@@ -202,6 +209,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "a branch by values": lambda: Other(lambda m, x: m.down(F.gelu(m.up(x))) if x.sum() > 0 else x),
     "one product as its own gate": lambda: Other(lambda m, x: m.down((h := m.up(x)) * F.silu(h))),
     "a layer twice": lambda: Other(lambda m, x: m.down(F.gelu(m.up(m.down(F.gelu(m.up(x))))))),
+    "a lock, which cannot be copied": lambda: Other(functools.partial(locked, lock=Lock())),
     "a subclass": lambda: parametrizations.weight_norm(gpt.MLP(K).up),
 }
 
@@ -279,8 +287,23 @@ def test_an_mlp_with_a_hook_inside_computes_with_its_own_forward() -> None:
     assert mlp.num_fused == 1
 
 
+@pytest.mark.parametrize("hooked", ["w1", "w2", "w3"])
+def test_an_mlp_with_earlier_hooks_inside_is_not_fused_and_later_hooks_count(hooked: str) -> None:
+    model = Gated()
+    (mlp,) = fuse_mlps(model, min_features=1).values()
+    model.get_submodule(hooked).register_forward_hook(lambda _, __, y: y - y.mean(-2, keepdim=True))
+    model(torch.randn(2, T, K))
+    assert mlp.num_fused == 0
+    mlp.restore()
+    assert fuse_mlps(model, min_features=1) == {}
+
+
 def draws(m: Any, x: Tensor) -> Tensor:
     return m.down(F.gelu(m.up(x))) if random.random() < 2.0 else x
+
+
+def draws_with_numpy(m: Any, x: Tensor) -> Tensor:
+    return m.down(F.gelu(m.up(x))) if np.random.rand() < 2.0 else x
 
 
 def keeps(m: Any, x: Tensor) -> Tensor:
@@ -288,7 +311,7 @@ def keeps(m: Any, x: Tensor) -> Tensor:
     return m.down(m.hidden)
 
 
-@pytest.mark.parametrize("compute", [draws, keeps])
+@pytest.mark.parametrize("compute", [draws, draws_with_numpy, keeps])
 def test_a_forward_with_side_effects_is_no_mlp_and_recognition_changes_nothing(compute: Any) -> None:
     module = Other(compute)
     before, numbers = dict(vars(module)), (torch.get_rng_state(), random.getstate())

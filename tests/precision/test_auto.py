@@ -56,6 +56,22 @@ def test_products_and_weights_have_the_dtypes_of_the_precision(
     assert numbers["parameter_bytes"] == sum(p.numel() for p in model.parameters()) * kept.itemsize
 
 
+def test_32_true_leaves_the_default_dtype_unchanged() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with step_context("32-true", "cpu"):
+            assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_bf16_mixed_has_no_effect_on_a_model_in_float64() -> None:
+    plugin = AutoPrecision(precision="bf16-mixed", device="cpu")
+    with pytest.warns(NoEffectWarning, match="except in float64"):
+        plugin.convert_module(nn.Linear(4, 4).double())
+    assert not plugin.outcome().effective
+
+
 @pytest.mark.parametrize(
     ("capabilities", "chosen"), [({"avx512_f": True}, "32-true"), ({"amx_bf16": True}, "bf16-mixed")]
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
@@ -205,6 +206,28 @@ def test_nonfinite_gradients_are_counted_and_unchecked_ones_reported_as_such() -
     in_backward = OptimizerChoice(optimizer=functools.partial(InBackward, lr=0.01))
     train(Deep(), plugin, in_backward, max_steps=1)
     assert "gradients not checked" in plugin.outcome().did
+
+
+class Reads(Deep):
+    """Its blocks' weights are read by other code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = F.linear(hidden, block.linear.weight, block.linear.bias)
+        return self.second(hidden)
+
+
+def test_layers_whose_weights_are_read_by_other_code_have_no_effect() -> None:
+    model, plugin = Reads(), Float8(emulate=True)
+    with pytest.warns(NoEffectWarning, match="was not called"):
+        train(model, plugin, max_steps=1)
+    assert not plugin.outcome().effective
+    assert type(model.blocks[0].linear) is nn.Linear
+    compiled = Deep()
+    compiled.forward = torch.compile(compiled.forward, backend="eager")
+    train(compiled, plugin, max_steps=1)
+    assert plugin.outcome().effective, "compiled layers do not record their calls"
 
 
 def test_adapters_train_on_a_base_in_float8(deep: Callable[..., Deep]) -> None:
