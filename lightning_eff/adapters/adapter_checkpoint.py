@@ -8,7 +8,8 @@ An adapter works only on the base that it was trained on. Keys and shapes do not
 models of an architecture have the same keys and shapes. So the fingerprint lists each frozen tensor by name,
 with its dtype, its shape and the first 64 bits of its SHA-256. The fingerprint is the same on each device,
 and an error can name the tensors that differ. The fingerprint excludes buffers, because training may change
-them. Persistent buffers are saved with the adapter.
+them. Persistent buffers are saved with the adapter. If training changes a frozen tensor, for example a
+prototype, no other source has this base. So the checkpoint then contains the base too.
 
 `callbacks/peft_adapter` adds these functions to the LightningModule's own checkpoint hooks. Lightning also
 calls these hooks for weights-only saves and for saves after the run. Why not a callback's hooks: Lightning
@@ -41,6 +42,7 @@ NO_ADAPTER = (
 )
 NUM_THREADS = 8
 NUM_DIGEST_CHARACTERS = 16
+NUM_PROBED = 64
 MAX_NAMES = 3
 FLOAT_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
@@ -87,8 +89,8 @@ def format_names(names: Iterable[str]) -> str:
 class Fingerprint:
     """Computes fingerprints of a module's frozen tensors, and caches digests by tensor and version.
 
-    A digest is computed again only if PyTorch has counted an in-place change of the tensor. PyTorch does not
-    count changes through `.data`.
+    A digest is computed again only if PyTorch has counted an in-place change of the tensor, or if one of a
+    few values has changed. PyTorch does not count changes through `.data`.
 
     Args:
         exact: False accepts different values in quantized layers if all other frozen tensors are equal,
@@ -99,11 +101,20 @@ class Fingerprint:
         self.exact = exact
         self.others: list[str] = []
         """Names of the tensors that differed and were accepted."""
-        self._digests_by_name: dict[str, tuple[Tensor, int, torch.dtype, str]] = {}
+        self.start: dict[str, str] | None = None
+        """The first fingerprint: of a loaded checkpoint, or from before training."""
+        self._digests_by_name: dict[str, tuple[Tensor, int, torch.dtype, list[Any], str]] = {}
 
     def record(self, module: nn.Module) -> dict[str, Any]:
-        """Return a module's fingerprint in plain types, for a checkpoint."""
-        return {"tensors": self._hash(module, {})}
+        """Return a module's fingerprint in plain types, for a checkpoint; the first call sets `start`."""
+        tensors = self._hash(module, self.start or {})
+        self.start = self.start or tensors
+        return {"tensors": tensors}
+
+    def changed(self, tensors: Mapping[str, str]) -> list[str]:
+        """Return the names of frozen tensors that differ from `start`."""
+        start = self.start or {}
+        return sorted(name for name in {*tensors, *start} if tensors.get(name) != start.get(name))
 
     def check(self, module: nn.Module, record: Any) -> None:
         """Compare a module's frozen tensors with a checkpoint's fingerprint; `record` may be any object.
@@ -135,6 +146,7 @@ class Fingerprint:
                 "PeftAdapter(base_checkpoint=PATH of its base), or the model's own name and seed",
             )
             raise CheckpointError(f"it holds an adapter for another base: {differ}\n  try: {base}")
+        self.start = expected
 
     def _hash(self, module: nn.Module, recorded: Mapping[str, str]) -> dict[str, str]:
         """Return `dtype[shape]` and the start of the digest of each frozen tensor, by plain name.
@@ -167,8 +179,12 @@ class Fingerprint:
         """Return the SHA-256 of a tensor in `dtype`, from the cache if the parameter is unchanged."""
         version = parameter._version  # noqa: SLF001 - torch 2.13's count of in-place changes
         cached = self._digests_by_name.get(name)
-        if cached is not None and cached[0] is parameter and cached[1:3] == (version, dtype):
-            return cached[3]
+        is_plain = type(parameter) in (Tensor, nn.Parameter)
+        few = (
+            parameter.detach().flatten()[:: parameter.numel() // NUM_PROBED + 1].tolist() if is_plain else []
+        )
+        if cached is not None and cached[0] is parameter and cached[1:4] == (version, dtype, few):
+            return cached[4]
         # Hash the bytes of all parts, in the order in which a wrapper subclass lists them.
         digest, parts = hashlib.sha256(), [full_tensor(value).detach().to(dtype)]
         while parts:
@@ -178,7 +194,7 @@ class Fingerprint:
                 continue
             flat = part.cpu().contiguous().reshape(-1)
             digest.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-        self._digests_by_name[name] = (parameter, version, dtype, digest.hexdigest())
+        self._digests_by_name[name] = (parameter, version, dtype, few, digest.hexdigest())
         return digest.hexdigest()
 
 
@@ -186,6 +202,9 @@ def strip_base(
     model: nn.Module, checkpoint: dict[str, Any], fingerprint: Fingerprint, *, save_base: bool = False
 ) -> None:
     """In a checkpoint dictionary, replace the frozen base by its fingerprint.
+
+    The base stays if a frozen tensor has changed since the first call of `fingerprint.record`, for example a
+    teacher's weights: no other source has this base.
 
     Raises:
         CheckpointError: The adapter cannot be saved, because its tensors are empty or merged into the base.
@@ -205,9 +224,11 @@ def strip_base(
         raise CheckpointError(
             f"the adapter is not saved: it is merged into the base ({names})\n  try: unmerge it"
         )
-    if not save_base:
-        checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in base}
     record = None if save_base else fingerprint.record(model)
+    if record is not None and fingerprint.changed(record["tensors"]):
+        record = None
+    if record is not None:
+        checkpoint["state_dict"] = {name: value for name, value in state.items() if name not in base}
     checkpoint[CHECKPOINT_KEY] = {"settings": settings_of(peft_config_of(model)), "base": record}
 
 
@@ -356,7 +377,8 @@ class AdapterCheckpointHooks:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
-        self.save_base = False
+        self.save_base = self.is_full = False
+        """Whether checkpoints have the base: by setting, or as it changed, or as in the loaded checkpoint."""
         self.fingerprint = Fingerprint()
         self.num_saved = 0
         # Bind the module's own hooks before they are replaced on the instance.
@@ -367,12 +389,21 @@ class AdapterCheckpointHooks:
         module.on_load_checkpoint = self.on_load_checkpoint
         module.register_load_state_dict_post_hook(self.after_load)
 
+    def _has_fingerprint(self) -> bool:
+        # Only rank 0 writes. But all ranks must gather sharded tensors, to compute the fingerprint.
+        return self.module.global_rank == 0 or any(is_sharded(p) for p in self.module.parameters())
+
+    def on_train_start(self) -> None:
+        """Compute the base's fingerprint, to find tensors that training changes."""
+        if self._has_fingerprint() and not (self.save_base or self.is_full):
+            self.fingerprint.record(self.module)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Call the module's own hook, then remove the base from the checkpoint."""
         self._own_save(checkpoint)
-        # Only rank 0 writes. But all ranks must gather sharded tensors, to compute the fingerprint.
-        if self.module.global_rank == 0 or any(is_sharded(p) for p in self.module.parameters()):
-            strip_base(self.module, checkpoint, self.fingerprint, save_base=self.save_base)
+        if self._has_fingerprint():
+            strip_base(self.module, checkpoint, self.fingerprint, save_base=self.save_base or self.is_full)
+            self.is_full |= checkpoint[CHECKPOINT_KEY]["base"] is None
             self.num_saved += 1
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -384,6 +415,7 @@ class AdapterCheckpointHooks:
         except CheckpointError as error:
             path = getattr(self.module.trainer, "ckpt_path", None)
             raise CheckpointError(f"checkpoint {path} is not loaded: {error}") from error
+        self.is_full = not self._absent
 
     def after_load(self, _: nn.Module, keys: Any) -> None:
         """Accept a missing base that `on_load_checkpoint` has checked; PyTorch rejects other missing keys."""

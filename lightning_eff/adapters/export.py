@@ -75,6 +75,14 @@ def merge_adapters(model: nn.Module) -> list[str]:
             "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), DIR).merge_and_unload()",
         ]
         raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=remedies)
+    for name, layer in adapted_layers(model).items():
+        base: Any = layer
+        base = base.get_base_layer()
+        # A merge writes into `weight`, but weight norm computes this tensor again in each forward pass.
+        is_computed = hasattr(base, "weight") and "weight" not in dict(base.named_parameters(recurse=False))
+        if is_computed or getattr(base, "max_norm", None) is not None:
+            allowed = f"layers whose weight is their own: {name} computes or rescales its weight when called"
+            raise ConfigError(key="--merge", value=method, allowed=allowed, remedies=["without --merge"])
     # Collect all names, to find weights that were tied before the merge and are not tied afterwards.
     before = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     wrappers = wrapped_layers(model)

@@ -94,6 +94,7 @@ RESERVED = ARGUMENTS | {"peft_type", "peft_version", "inference_mode", "base_mod
 FREE_FIELDS = RESERVED - {"peft_type"} | {
     *("auto_mapping", "revision", "task_type", "runtime_config", "ephemeral_gpu_offload"),
     *("lora_dropout", "module_dropout", "rank_dropout"),
+    "fan_in_fan_out",  # PEFT sets this field to fit the layers
     # A change of these fields is visible in the keys and shapes of the state dict.
     *("exclude_modules", "feedforward_modules", "layers_pattern", "layers_to_transform"),
     *("target_parameters", "rank_pattern"),
@@ -263,6 +264,7 @@ def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None
         names = getattr(config, key, None) or ()
         if not isinstance(names, str):  # PEFT ignores a name without a layer if another name fits
             check_module_names(key if key in ARGUMENTS else f"options.{key}", names, modules)
+    _reject_word_ends(modules, config)
     if str(fields.target_modules).lower() == ALL_LINEAR:  # case-insensitive, as in PEFT
         fields.target_modules = exact_targets(_all_linear(model, config), model)
     try:
@@ -276,6 +278,16 @@ def _check_model(model: nn.Module, config: PeftConfig, *, on_meta: bool) -> None
             frozen = Remedy("precision=frozen_bf16", 'QuantizedBase(quant_type="bf16")')
             raise method_error(config, allowed, frozen)
         _check_convolution(name, layer, name_of_method(config))
+
+
+def _reject_word_ends(modules: Collection[str], config: Any) -> None:
+    """Reject names that end another word: for `head`, PEFT would also train a copy of `lm_head`."""
+    saved = tuple(getattr(config, "modules_to_save", None) or ())
+    for name in modules:
+        if name.endswith(saved) and not f".{name}".endswith(tuple(f".{end}" for end in saved)):
+            allowed = f"names that PEFT does not mistake for the end of {name}"
+            remedies = ["longer names, with the names of the parent modules", f"{name} in the list too"]
+            raise ConfigError(key="modules_to_save", value=list(saved), allowed=allowed, remedies=remedies)
 
 
 def _all_linear(model: nn.Module, config: PeftConfig) -> list[str]:

@@ -3,17 +3,16 @@
 Workers load samples in separate processes. Workers save time if samples load slowly, and cost time if samples
 load fast. So the best number of workers is measured on the loader's own samples before training; the result
 can be 0. Batches from workers are copied to a GPU on a side stream while the previous step computes. The
-data, their order and the random numbers of training stay the same. The saved position of a stateful loader is
-the position after the last batch handed out, even if further batches were fetched.
+data, their order and the random numbers of training stay the same.
 
-Why no thread that fetches ahead: samples loaded in the thread would change the random numbers that training
-draws. Workers give the same benefit if samples load slowly enough to matter.
+Why no thread that fetches ahead: its samples would change the random numbers that training draws.
 
 Saves: the time spent waiting for data, which the report shows as a fraction of the run.
 Costs: host memory for each worker, and device memory for batches that were copied early. Measuring takes a
     few seconds at the start, but at most a twentieth of an epoch's loading time. With a fixed number such as
-    `num_workers=2`, nothing is measured. With workers, samples draw different random numbers, and so do
-    samplers that draw one index at a time. Streams and stateful loaders keep their number of workers.
+    `num_workers=2`, nothing is measured. Loaders with the same type of dataset and batch size are measured
+    once. With workers, samples draw different random numbers, and so do samplers that draw one index at a
+    time. Streams, stateful loaders and loaders with their own `__iter__` keep their number of workers.
 When not: samples that load fast, because no workers are then used.
 Conflicts: none. If custom hooks move batches (`transfer_batch_to_device`, `on_before_batch_transfer`), no
     batch is copied ahead of use.
@@ -41,6 +40,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import worker
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
@@ -61,8 +61,6 @@ MAX_TIME_RATIO = 0.9
 """A larger number of workers is chosen only if a batch takes less than this fraction of the best time."""
 MAX_EPOCH_FRACTION = 0.05
 """Limit on the total time of all trials, as a fraction of an epoch's loading time."""
-START_S = 0.1
-"""Expected seconds of the first trial with a worker."""
 WORKER_TIMEOUT_S = 20.0
 """Seconds after which a worker that returns no sample is considered hung."""
 
@@ -71,8 +69,7 @@ class DataPreload(Managed):
     """Load training batches ahead of use.
 
     Args:
-        num_workers: Number of processes that load samples. `auto` measures the best number. The workers of
-            streams and stateful loaders are not changed.
+        num_workers: Number of processes that load samples. `auto` measures the best number.
         prefetch_factor: Number of batches that each worker keeps ready.
         persistent_workers: Keep the workers between epochs even if the loader does not. Persistent workers do
             not see later changes of the dataset.
@@ -114,8 +111,7 @@ class DataPreload(Managed):
         self._reset()
 
     def _reset(self) -> None:
-        self._prepared: list[tuple[PrefetchLoader, int, WorkerChoice]] = []
-        """Each loader, its number of workers, and the measurements that led to this number."""
+        self._prepared: list[tuple[PrefetchLoader, WorkerChoice]] = []
         self._measured: dict[Any, WorkerChoice] = {}
         self._final: Outcome | None = None
         self._epoch = 0
@@ -157,29 +153,28 @@ class DataPreload(Managed):
         device = trainer.strategy.root_device
         choice = self._choose(loader, trainer)
         num_workers, tuned = choice.num_workers, None
-        if num_workers is None:
-            num_workers = getattr(loader, "num_workers", 0)
-        else:
+        if num_workers is not None:
             tuned = copy.copy(loader)  # the copy shares dataset and sampler; the user's loader is unchanged
             is_pinned = device.type == "cuda" if self.pin_memory is None else self.pin_memory
-            is_kept = (self.persistent_workers or loader.persistent_workers) and num_workers > 0
             values = {
                 # A copy must not share the user's persistent workers.
                 "_iterator": None,
                 "num_workers": num_workers,
                 "prefetch_factor": self.prefetch_factor if num_workers else None,
-                "persistent_workers": is_kept,
+                "persistent_workers": num_workers > 0
+                and (self.persistent_workers or loader.persistent_workers),
                 "pin_memory": is_pinned or loader.pin_memory,
                 "timeout": loader.timeout if num_workers else 0,
             }
             for name, value in values.items():
                 object.__setattr__(tuned, name, value)  # DataLoader.__setattr__ forbids some names
-        # Without workers nothing is fetched ahead: samples would draw random numbers during training steps.
-        is_ahead = device.type == "cuda" and num_workers > 0 and not self._transfer_hook
         kind = StatefulPrefetchLoader if dataloaders.is_stateful(loader) else PrefetchLoader
-        num_ahead = self.num_batches_ahead if is_ahead else 0
-        prepared = kind(loader, tuned, num_ahead=num_ahead, device=device if num_ahead else None)
-        self._prepared.append((prepared, num_workers, choice))
+        prepared = kind(loader, tuned)
+        # Without workers nothing is fetched ahead: samples would draw random numbers during training steps.
+        is_ahead = device.type == "cuda" and prepared.num_workers > 0 and not self._transfer_hook
+        if is_ahead and self.num_batches_ahead:
+            prepared.num_ahead, prepared.device = self.num_batches_ahead, device
+        self._prepared.append((prepared, choice))
         return prepared
 
     def _choose(self, loader: Any, trainer: pl.Trainer) -> WorkerChoice:
@@ -188,6 +183,8 @@ class DataPreload(Managed):
             return WorkerChoice(None, {}, "its dataset has no indices")
         if dataloaders.is_stateful(loader):
             return WorkerChoice(None, {}, "a stateful loader's position depends on its workers")
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            return WorkerChoice(None, {}, "its class has its own `__iter__`")
         if isinstance(self.num_workers, int):
             return WorkerChoice(self.num_workers, {}, "set by num_workers")
         key = (type(loader.dataset), loader.batch_size)  # measure similar loaders once, also in later epochs
@@ -217,8 +214,8 @@ class DataPreload(Managed):
         if not self._prepared:
             return Outcome(did="no training data yet", effective=False)
         texts: list[str] = []
-        for loader, count, choice in self._prepared:
-            text = "1 worker" if count == 1 else f"{count} workers"
+        for loader, choice in self._prepared:
+            text = "1 worker" if loader.num_workers == 1 else f"{loader.num_workers} workers"
             if choice.seconds_per_batch:
                 tried = [f"{s * 1e3:.2f} ms with {n}" for n, s in choice.seconds_per_batch.items()]
                 text += f" (a batch takes {', '.join(tried)})"
@@ -230,8 +227,8 @@ class DataPreload(Managed):
         parts = list(dict.fromkeys(texts))
         if self._transfer_hook:
             parts.append(f"not moved ahead: {self._transfer_hook} moves batches itself")
-        nums_workers = [count for _, count, _ in self._prepared]
-        seconds = [choice.seconds_per_batch for *_, choice in self._prepared]
+        nums_workers = [loader.num_workers for loader, _ in self._prepared]
+        seconds = [choice.seconds_per_batch for _, choice in self._prepared]
         numbers = {"num_workers": nums_workers, "seconds_per_batch": seconds}
         return Outcome(did="; ".join(parts), effective=any(nums_workers), numbers=numbers)
 
@@ -253,21 +250,17 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
     """
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    reason = ""
     # If the loader already has workers, the script is able to start processes.
-    if counts and method != "fork" and loader.num_workers == 0:
-        reason = f"processes are started by {method}, which runs a script without a main guard again"
-        counts = []
+    if method != "fork" and loader.num_workers == 0:
+        return WorkerChoice(None, {}, f"the start method {method} runs a script without a main guard again")
     tried: dict[int, float] = {}
     samples: list[Any] = []
-    best, trial_s, end = 0, 0.0, 0.0
+    best, reason, trial_s, end = 0, "", 0.0, 0.0
     # Lightning's isolate_rng restores no state after an error, so no error may leave the block.
     with isolate_rng(include_cuda=False):
         try:
-            start = time.perf_counter()
-            loader.dataset[0]
-            sample_s = max(time.perf_counter() - start, 1e-9)
-            # Estimate an epoch's loading time from the first sample, because this time limits the trials.
+            sample_s = max(_trial(loader, 0, 1, 0.0)[1], 1e-9)
+            # Estimate an epoch's loading time from single samples, because this time limits the trials.
             # Each trial gets an equal part of the budget.
             budget_s = min(budget_s, MAX_EPOCH_FRACTION * sample_s * len(loader.dataset)) / (1 + len(counts))  # pyright: ignore[reportArgumentType]
             # Slow samples are tried in smaller batches, so that a trial stays within its budget.
@@ -280,25 +273,24 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                     break
                 found, seconds = _trial(loader, count, size, budget_s)
                 now = time.perf_counter()
-                trial_s = now - start if count else START_S
+                trial_s = now - start
                 samples = samples or found
                 # Workers that share a file handle read wrong samples. Random samples differ in each load, so
                 # samples count as wrong only if a second load without workers gives the same samples.
                 if not _are_equal(samples, found) and _are_equal(samples, _trial(loader, 0, size, 0.0)[0]):
-                    return WorkerChoice(0, tried, "samples of a worker differ from this process's")
+                    return WorkerChoice(0, tried, "workers load other samples")
                 # Convert to seconds per batch of the loader's own batch size.
                 tried[count] = seconds * batch_size / size
                 if not count:
-                    num_batches = sized_len(loader)
-                    epoch_s = float("inf") if num_batches is None else num_batches * tried[0]
-                    end = now + MAX_EPOCH_FRACTION * epoch_s
+                    end = now + MAX_EPOCH_FRACTION * tried[0] * (sized_len(loader) or float("inf"))
                 # More workers must be clearly faster. The first doubling that is not faster ends the trials.
                 if tried[count] < MAX_TIME_RATIO * tried[best]:
                     best = count
                 elif count > 1:
                     break
         except Exception as error:  # noqa: BLE001 - a user's dataset may raise anything
-            reason = f"a trial failed ({type(error).__name__}: {error})".splitlines()[0]
+            # The text of a worker's error ends with the cause.
+            reason = f"a trial failed ({f'{type(error).__name__}: {error}'.strip().splitlines()[-1]})"
             return WorkerChoice(0 if tried else None, tried, reason)
     return WorkerChoice(best, tried, reason)
 
@@ -308,9 +300,8 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
     num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
     # Time workers on samples that were not read before, because read samples may be in the file cache.
     timed = range(2 * NUM_BATCHES, MAX_BATCHES) if count else range(NUM_BATCHES, 2 * NUM_BATCHES)
-    indices = [
-        [(number * size + k) % num_samples for k in range(size)] for number in (*range(NUM_BATCHES), *timed)
-    ]
+    numbers = (*range(NUM_BATCHES), *timed)
+    indices = [[(number * size + k) % num_samples for k in range(size)] for number in numbers]
     keywords: dict[str, Any] = {"collate_fn": loader.collate_fn, "worker_init_fn": loader.worker_init_fn}
     if count:
         keywords["multiprocessing_context"] = loader.multiprocessing_context
@@ -319,18 +310,36 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
         keywords |= {"sampler": [index for index, *_ in indices], "batch_size": None}
     else:
         keywords["batch_sampler"] = indices
-    batches = iter(DataLoader(loader.dataset, **keywords))
-    # Wait for one batch from each worker, so that the timing excludes the start of workers.
-    first = list(itertools.islice(batches, max(NUM_BATCHES, count)))[:NUM_BATCHES]
-    start = now = time.perf_counter()
-    num_done = 0
-    for _ in batches:
-        now, num_done = time.perf_counter(), num_done + 1
-        # Stop after enough batches per worker for a stable mean, or when the budget is used up.
-        is_enough = num_done >= 16 * max(1, count) and now - start > 0.1
-        if is_enough or (now - start > budget_s and num_done >= max(1, count)):
-            break
-    return first, (now - start) / max(1, num_done)
+    trial = Trial(DataLoader(loader.dataset, **keywords), budget_s)
+    if not count:
+        # Loading could open a file or change the dataset, so this trial runs in another process too.
+        own = {"batch_size": None, "collate_fn": tuple, "num_workers": 1, "timeout": WORKER_TIMEOUT_S}
+        trial = DataLoader(trial, multiprocessing_context=loader.multiprocessing_context, **own)
+    *first, seconds = (value for (value,) in trial)
+    return first[:NUM_BATCHES], seconds
+
+
+class Trial(IterableDataset[tuple[Any]]):
+    """Yields a loader's first batches, then the mean seconds per later batch, also in a worker."""
+
+    def __init__(self, loader: DataLoader[Any], budget_s: float) -> None:
+        self.loader, self.budget_s = loader, budget_s
+
+    @override
+    def __iter__(self) -> Iterator[tuple[Any]]:
+        # Without this, torch 2.13 collates into shared memory, which takes longer than in the main process.
+        worker._worker_info = None  # noqa: SLF001
+        batches, count = iter(self.loader), max(1, self.loader.num_workers)
+        # Wait for one batch from each worker, so that the timing excludes the start of workers.
+        yield from ((batch,) for batch in itertools.islice(batches, max(NUM_BATCHES, count)))
+        start, seconds, num_done = time.perf_counter(), 0.0, 0
+        for num_done, _ in enumerate(batches, 1):
+            seconds = time.perf_counter() - start
+            # Stop after enough batches per worker for a stable mean, or when the budget is used up.
+            is_enough = num_done >= 16 * count and seconds > 0.1
+            if is_enough or (seconds > self.budget_s and num_done >= count):
+                break
+        yield (seconds / max(1, num_done),)
 
 
 def _are_equal(left: Any, right: Any) -> bool:
@@ -340,15 +349,6 @@ def _are_equal(left: Any, right: Any) -> bool:
         torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a is b or a == b)
         for a, b in zip(*pairs, strict=True)
     )
-
-
-@dataclass(frozen=True)
-class FetchedBatch:
-    """One batch that was fetched ahead of its use."""
-
-    batch: Any  # on the device if batches are moved ahead
-    state: Any  # a stateful loader's state after this batch
-    arrived: Any  # CUDA event at the end of the copy to the device; None if nothing was copied
 
 
 class PrefetchLoader(dataloaders.LoaderWrapper):
@@ -365,6 +365,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
     """
 
     OWN = ("loader", "num_ahead", "device", "_tuned", "_current", "_source", "_taken_state", "_is_over")
+    num_workers = property(lambda self: getattr(self._tuned, "num_workers", 0))
 
     def __init__(
         self, loader: Any, tuned: Any = None, *, num_ahead: int = 0, device: torch.device | None = None
@@ -374,7 +375,6 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         self.device = device
         self._tuned = loader if tuned is None else tuned
         self._current: Generator[Any] | None = None
-        """The generator of the current training pass."""
         self._source: Iterator[Any] | None = None
         """The iterator of `tuned` in this pass; None before the first batch is fetched."""
         self._taken_state: Any = None
@@ -410,7 +410,7 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
     def _batches(self) -> Generator[Any]:
         """Yield the batches of one pass."""
         # The batch to hand out next, and up to `num_ahead` further batches.
-        ready: deque[FetchedBatch] = deque()
+        ready: deque[tuple[Any, Any, Any]] = deque()
         is_over = False
         stream = None if self.device is None else torch.cuda.Stream(self.device)
         while True:
@@ -422,10 +422,10 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
             if not ready:
                 return
             # No variable here may refer to the batch during its step, since this would keep its memory alive.
-            yield self._take(ready.popleft())
+            yield self._take(*ready.popleft())
 
-    def _fetch(self, stream: Any) -> FetchedBatch:
-        """Fetch the next batch, and start its copy to the device on a stream."""
+    def _fetch(self, stream: Any) -> tuple[Any, Any, Any]:
+        """Fetch a batch, read a stateful loader's state, and start the batch's copy on a stream."""
         if self._source is None:
             self._source = iter(self._tuned)
         batch, arrived = next(self._source), None
@@ -434,19 +434,19 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         if self.device is not None:
             with torch.cuda.stream(stream):
                 batch, arrived = move_data_to_device(batch, self.device), stream.record_event()
-        return FetchedBatch(batch, state, arrived)
+        return batch, state, arrived
 
-    def _take(self, fetched: FetchedBatch) -> Any:
+    def _take(self, batch: Any, state: Any, arrived: Any) -> Any:
         """Return a fetched batch, and make the current stream wait for its copy."""
-        if fetched.arrived is not None:
+        if arrived is not None:
             current = torch.cuda.current_stream(self.device)
             # The copy runs on the side stream, so computation must wait for the copy.
-            current.wait_event(fetched.arrived)
+            current.wait_event(arrived)
             # Without this record, the allocator could reuse the memory while the current stream reads it.
-            for tensor in tensors_in(fetched.batch):
+            for tensor in tensors_in(batch):
                 tensor.record_stream(current)
-        self._taken_state = fetched.state
-        return fetched.batch
+        self._taken_state = state
+        return batch
 
     def close(self) -> None:
         """End the pass, drop fetched batches, and end workers that are not persistent."""

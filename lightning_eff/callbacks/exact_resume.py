@@ -16,7 +16,9 @@ random states of training after each validation.
 Saves: an interrupted run; the resumed run matches an uninterrupted run bit for bit.
 Costs: about 16 kB per rank in a checkpoint. A resumed run with workers loads the skipped batches again.
 When not: loaders that are created again for each epoch; the report then lists the run as not exact.
-Conflicts: none.
+Conflicts: random generators of other classes than `torch.Generator` and `numpy.random.Generator` in datasets,
+    samplers and transforms: they begin again with their seeds. `LearningRateFinder` in a resumed run: it
+    loads its own checkpoint, and the run is not exact; remove it from the resumed run.
 Source: the order of draws in torch's `DataLoader`;
     https://lightning.ai/docs/pytorch/stable/common/checkpointing_intermediate.html
 """
@@ -81,7 +83,7 @@ class ExactResume(Managed):
         self._resumed_step: int | None = None
         self._num_saves, self._has_begun = 0, False
         self._not_saved = ""
-        self._previous: Any = self
+        self._previous: tuple[Any, Any] | None = None
         self._last: RankPosition | None = None
         self._saved_flags: dict[str, list[str]] = {}
         """Flags from the checkpoint; empty after the flags were restored in the first epoch."""
@@ -104,7 +106,7 @@ class ExactResume(Managed):
         # The number of batches that Lightning's fetcher has prefetched (private in Lightning 2.6).
         run.num_ahead = lambda: len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
         run.epoch = lambda: loop.epoch_progress.current.processed  # the epoch for samplers
-        self._resumed_step, self._not_saved, self._previous = None, "", self
+        self._resumed_step, self._not_saved, self._previous = None, "", None
         self._saved_flags, self._training_flags = {}, {}
         self._num_saves, self._has_begun, self._last = 0, False, None
         self.cleanup.callback(run.unwrap)
@@ -121,11 +123,12 @@ class ExactResume(Managed):
             self._isolate(loop.epoch_loop.val_loop, name, pl_module)
 
     def _observe(self, loader: Any, loop: Any) -> Any:
-        combined = loop._combined_loader  # noqa: SLF001 - the previous object until all loaders are made
-        if combined is not self._previous:
+        # The previous objects, until all loaders are made. LearningRateFinder sets only the first to None.
+        previous = loop._combined_loader, loop._data_fetcher  # noqa: SLF001
+        if previous != self._previous:
             # Lightning is creating all loaders again, so drop the loaders of the earlier epoch.
             self._run.unwrap()
-            self._previous = combined
+            self._previous = previous
         return observe(loader, self._run)
 
     def _isolate(self, validation: Any, name: str, model: torch.nn.Module) -> None:

@@ -1,11 +1,12 @@
 """Train small adapters in a frozen model, with LoRA or another method of PEFT.
 
 Each targeted layer gets an adapter in place, and all other parameters are frozen. New adapters do not change
-the output, so the first step has the output of the original model. About 1 % of the parameters are trained,
-so gradients, optimizer state and data-parallel traffic shrink to about 1 %. `all-linear` targets every linear
-layer, also a head, but not the output embedding of a Hugging Face model. Convolutions must be named in
-`target_modules`; convolutions that PEFT would adapt incorrectly are rejected. A checkpoint contains the
-trained parameters and a fingerprint of the frozen base, and cannot be loaded onto another base.
+the output, except those of `c3a` and `vblora`. About 1 % of the parameters are trained, so gradients,
+optimizer state and data-parallel traffic shrink to about 1 %. `all-linear` targets every linear layer, also a
+head, but not the output embedding of a Hugging Face model. Convolutions must be named in `target_modules`;
+convolutions that PEFT would adapt incorrectly are rejected. A checkpoint contains the trained parameters and
+a fingerprint of the frozen base, and cannot be loaded onto another base. If your own code changes a frozen
+tensor during training, the checkpoint contains the base too.
 
 Why only methods that change layers: methods with virtual tokens need PEFT's wrapper around one Hugging Face
 model. AdaLoRA needs a loop that allocates ranks between the backward pass and the step.
@@ -13,7 +14,7 @@ model. AdaLoRA needs a loop that allocates ranks between the backward pass and t
 Saves: gradients and optimizer state of all parameters except the adapters.
 Costs: the adapters' matrix products in the forward and backward passes. Activations need as much memory as
     before. Checkpoint keys of adapted layers contain `base_layer`. Each module in `modules_to_save` is in
-    memory twice. The first save or load reads the frozen base once, to compute its SHA-256.
+    memory twice. The first load, or the start of training, reads the frozen base once, for its SHA-256.
 When not: you want to train all parameters, or the activations do not fit in memory.
 Conflicts: optimizers that project gradients, weight averaging, and callbacks that freeze and unfreeze layers.
     The Trainer's `-true` precisions cast adapters too.
@@ -124,7 +125,8 @@ class PeftAdapter(Managed):
         options: Fields of the method's config, by PEFT's names (`{"r": 16, "use_dora": true}`).
         autocast_adapter_dtype: Keep adapters of half-precision layers in float32.
         unused: Name patterns of trainable parameters that need no gradient in the first step.
-        save_base: Save full checkpoints. False saves the trained parameters and a fingerprint of the base.
+        save_base: Save full checkpoints. False saves the trained parameters and a fingerprint of the base,
+            unless a frozen tensor has changed, or the run was resumed from a full checkpoint.
         base_checkpoint: Checkpoint or `.safetensors` file of the model without adapters, to start from. If
             the path is a folder of runs, the newest checkpoint in the folder is used.
 
@@ -273,6 +275,8 @@ class PeftAdapter(Managed):
         if missing and any(id(p) in optimized for p in pl_module.parameters()):
             remedy = "self.parameters() in configure_optimizers, or OptimizerChoice"
             raise GradientError(f"{parameters_have(missing)} no optimizer\n  try: {remedy}")
+        if self._hooks is not None:
+            self._hooks.on_train_start()
         self._first.watch(pl_module, trainer.optimizers)
         self.cleanup.callback(self._first.remove_hooks)
 
@@ -283,8 +287,10 @@ class PeftAdapter(Managed):
         did = f"{self.method} in {num_layers} layer{'' if num_layers == 1 else 's'}"
         did += f"; {trained:,} of {total:,} parameters trained"
         did += f" ({trained / total:.2%}, {human_bytes(self._trained_bytes)})" if total else ""
-        saved = self._hooks.num_saved if self._hooks is not None and not self.save_base else 0
-        did += f"; saved {'once' if saved == 1 else f'{saved} times'}, without the base" if saved else ""
+        if self._hooks is not None and self._hooks.num_saved:
+            times = "once" if self._hooks.num_saved == 1 else f"{self._hooks.num_saved} times"
+            with_or_without = "with" if self.save_base or self._hooks.is_full else "without"
+            did += f"; saved {times}, {with_or_without} the base"
         numbers = {"layers": list(self._adapted), "trained": trained, "parameters": total}
         return Outcome(did=did, effective=bool(self._adapted), numbers=numbers)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.core.errors import ConfigError
@@ -61,3 +62,16 @@ def test_trained_tokens_of_a_tied_weight_are_rejected_unless_peft_ties_them(name
 def test_trained_tokens_of_a_tied_embedding_that_the_model_returns_are_rejected() -> None:
     with pytest.raises(ConfigError, match="is tied to net"):
         adapt(Delegating(), target_modules=["qkv"], options={"trainable_token_indices": [1]})
+
+
+def test_a_module_to_save_whose_name_is_the_end_of_another_word_is_rejected() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("body", "head", "lm_head")})
+    with pytest.raises(ConfigError, match="the end of lm_head"):
+        adapt(model, target_modules=["body"], modules_to_save=["head"])
+    adapt(model, target_modules=["body"], modules_to_save=["head", "lm_head"])
+
+
+def test_a_model_with_transposed_weights_may_be_set_up_twice() -> None:
+    model = nn.ModuleDict({"body": Conv1D(4, 4)})
+    assert list(adapt(model)) == ["body"]
+    assert adapt(model) == {}

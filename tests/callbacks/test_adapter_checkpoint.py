@@ -212,9 +212,28 @@ def test_a_checkpoint_with_the_base_loads_too_and_missing_tensors_are_named(tmp_
     assert whole[CHECKPOINT_KEY]["base"] is None
     fit(other, tmp_path / "next", steps=5, resume=tmp_path / "end.ckpt")
     assert torch.equal(other.first.base_layer.weight, first.first.base_layer.weight)
-    assert read(tmp_path / "next" / "end.ckpt")[CHECKPOINT_KEY]["base"] is not None
+    assert read(tmp_path / "next" / "end.ckpt")[CHECKPOINT_KEY]["base"] is None, "no other file has the base"
     fit(make(), steps=6, resume=tmp_path / "next" / "end.ckpt")
     rejected(make(), edited(tmp_path / "end.ckpt", tmp_path / "cut.ckpt", without), FIRST)
+
+
+class Prototype(Normed):
+    """Changes a frozen parameter in each step, without a count by PyTorch."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.prototype = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.prototype.data += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_checkpoint_has_the_base_if_training_changed_a_frozen_tensor(tmp_path: Path) -> None:
+    fit(make(kind=Prototype), tmp_path, steps=4)
+    resumed = make(kind=Prototype)
+    fit(resumed, tmp_path / "next", steps=6, resume=tmp_path / "end.ckpt")
+    assert resumed.prototype.tolist() == [6.0] * 3
 
 
 def test_the_checkpoint_of_an_earlier_run_is_the_base(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import multiprocessing
-import os
 import pickle
 import random
 import threading
@@ -196,6 +195,23 @@ def test_a_stream_keeps_its_workers_and_is_not_read_ahead(net: Callable[..., Net
     assert not preload.outcome().effective
 
 
+class Doubling(DataLoader[Any]):
+    """Changes its batches."""
+
+    def __iter__(self) -> Any:
+        return ((2 * inputs, targets) for inputs, targets in super().__iter__())
+
+
+def test_a_loader_with_its_own_iter_keeps_its_workers(net: Callable[..., Net]) -> None:
+    def loader() -> Any:
+        return Doubling(Samples(), batch_size=4, shuffle=True, num_workers=1)
+
+    models = [
+        trained(preload, loader(), net(), max_epochs=1) for preload in (None, DataPreload(num_workers=0))
+    ]
+    assert models[0].losses == models[1].losses
+
+
 def test_loaders_that_are_created_again_end_the_workers_of_earlier_ones(net: Callable[..., Net]) -> None:
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> Any:
@@ -360,18 +376,20 @@ class Counted(Dataset[int]):
 
 
 class Noting(Counted):
-    """Records which samples were requested in this process, and draws random numbers."""
+    """Records which samples were requested in this process and in others, and draws random numbers."""
 
     def __init__(self) -> None:
         self.requests: list[int] = []
+        self.is_read = multiprocessing.Array("b", 100)
 
     def __getitem__(self, index: int) -> int:
         self.requests.append(index)
+        self.is_read[index] = True
         _ = torch.rand(1), np.random.rand(), random.random()
         return index
 
 
-def test_a_trial_reads_samples_by_index_and_changes_neither_sampler_nor_random_states() -> None:
+def test_a_trial_reads_samples_by_index_and_changes_neither_dataset_nor_sampler_nor_random_states() -> None:
     dataset = Noting()
     sampler = RandomSampler(dataset)
     loader = DataLoader(dataset, batch_size=5, sampler=sampler)
@@ -382,7 +400,8 @@ def test_a_trial_reads_samples_by_index_and_changes_neither_sampler_nor_random_s
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     assert choice.num_workers == 0
-    assert set(dataset.requests) == set(range(5 * 2 * NUM_BATCHES))
+    assert not dataset.requests, "trials run in other processes"
+    assert sum(dataset.is_read[:]) == 5 * 2 * NUM_BATCHES
 
 
 @pytest.mark.parametrize(
@@ -404,7 +423,7 @@ def test_more_workers_are_tried_while_they_help(
 
     monkeypatch.setattr(data_preload, "_trial", trial)
     assert choose(range(4000), 8, most, budget_s=1.0).num_workers == chosen
-    assert tried == [count for count in (0, 1, 2, 4, 8) if count <= most]
+    assert tried == [0, *(count for count in (0, 1, 2, 4, 8) if count <= most)]
 
 
 class Sleeps(Counted):
@@ -434,31 +453,31 @@ def test_no_workers_are_tried_if_loading_takes_no_time() -> None:
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
 
 
-class ByProcess(Counted):
-    """Samples that depend on the process, as with a shared file handle."""
+class SharedHandle(Counted):
+    """Reads a file that was opened before the workers started, so they share the position in the file."""
 
-    def __init__(self, *, draws: bool) -> None:
-        self.home = os.getpid()
-        self.draws = draws
+    def __init__(self, file: Any, *, draws: bool) -> None:
+        self.file, self.draws = file, draws
 
     def __getitem__(self, index: int) -> Any:
+        self.file.seek(8 * index)
         time.sleep(0.002)
-        noise = torch.rand(1).item() if self.draws else 0.0
-        return index + noise + (0.5 if os.getpid() != self.home else 0.0)
+        return self.file.read(8), torch.rand(1).item() if self.draws else 0.0
 
 
-def test_workers_whose_samples_differ_are_not_used_unless_samples_are_random() -> None:
-    choice = choose(ByProcess(draws=False), 4, 2, budget_s=0.4)
-    assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
-    assert choice.reason
-    choice = choose(ByProcess(draws=True), 4, 2, budget_s=0.4)
-    assert (choice.reason, set(choice.seconds_per_batch)) == ("", {0, 1, 2})
+def test_workers_whose_samples_differ_are_not_used_unless_samples_are_random(tmp_path: Path) -> None:
+    path = tmp_path / "numbers"
+    path.write_bytes(np.arange(Counted.length).tobytes())
+    with path.open("rb", buffering=0) as file:
+        choice = choose(SharedHandle(file, draws=False), 4, 2, budget_s=0.4)
+        assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0, 1})
+        assert choice.reason
+        choice = choose(SharedHandle(file, draws=True), 4, 2, budget_s=0.4)
+        assert (choice.reason, set(choice.seconds_per_batch)) == ("", {0, 1, 2})
 
 
 class Hangs(Counted):
     """Waits for a thread that a forked process does not have."""
-
-    length = 4_000_000  # so that the time of an epoch allows a trial of workers
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
@@ -472,14 +491,14 @@ class Hangs(Counted):
 def test_a_hung_worker_ends_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_preload, "WORKER_TIMEOUT_S", 0.5)
     choice = choose(Hangs(), 4, 2, budget_s=0.2)
-    assert choice.num_workers == 0
+    assert choice.num_workers is None
     assert "a trial failed (RuntimeError" in choice.reason
 
 
 def test_no_workers_are_tried_if_they_would_run_the_script_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_preload.multiprocessing, "get_start_method", lambda allow_none: "spawn")
     choice = choose(Sleeps(), 8, 2, budget_s=0.3)
-    assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
+    assert (choice.num_workers, choice.seconds_per_batch) == (None, {})
     assert "spawn" in choice.reason
 
 

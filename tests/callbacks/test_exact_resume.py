@@ -12,10 +12,16 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    LambdaCallback,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -110,6 +116,25 @@ class Noisy(Samples):
         return torch.stack([torch.tensor(float(index)), torch.rand((), generator=self.generator)])
 
 
+class Shifted(Samples):
+    """Samples that are shifted by transforms with a generator."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.transforms = [Shift()]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.transforms[0](super().__getitem__(index))
+
+
+class Shift:
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(9)
+
+    def __call__(self, sample: Tensor) -> Tensor:
+        return sample + torch.tensor([0.0, float(self.random.random())])
+
+
 def twice_as_many(**keywords: Any) -> DataLoader[Tensor]:
     drawn = RandomSampler(Samples(), num_samples=24, generator=torch.Generator().manual_seed(5))
     return shuffled(shuffle=None, sampler=drawn, batch_size=4, **keywords)
@@ -175,7 +200,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: [shuffled(Samples(draws=True)), shuffled(Samples(8, draws=True))], BY_STEPS
     ),
     "sampler that draws twice": (twice_as_many, {}),
-    "subset": (lambda: shuffled(Subset(Noisy(), range(10))), {}),
+    "parts and transforms": (lambda: shuffled(ConcatDataset([Subset(Noisy(), range(6)), Shifted()])), {}),
     "stateful": (lambda: StatefulDataLoader(Samples(), batch_size=2, shuffle=True), {}),
     "validation in the epoch": (shuffled, {"validation": VALIDATION, "val_check_interval": 2}),
     "accumulation": (shuffled, {"accumulate_grad_batches": 4}),
@@ -444,8 +469,19 @@ def test_it_works_with_data_preload_and_micro_batches(num_workers: int, order: i
     def techniques() -> list[pl.Callback]:
         return [DataPreload(num_workers=num_workers), MicroBatch(micro_batch_size=1)][::order]
 
-    points = bit_equal_points(shuffled, tmp_path, {}, techniques)
+    points = bit_equal_points(lambda: shuffled(Samples(draws=True)), tmp_path, {}, techniques)
     assert all(points.values()), points
+
+
+def test_a_checkpoint_of_a_run_with_a_learning_rate_finder_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dropping, "lr", 0.01, raising=False)
+    finder = LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
+    whole = fit(shuffled(), ExactResume(), finder, save_in(tmp_path), default_root_dir=tmp_path)
+    resumed = fit(shuffled(), ExactResume(), ckpt=tmp_path / "step=4.ckpt")
+    assert resumed.seen == whole.seen[-8:]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
 def test_a_run_resumed_from_a_checkpoint_of_stock_lightning_is_reported_as_not_exact(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lightning_eff.adapters import adapter_checkpoint as adapter_state
 from lightning_eff.adapters import export as adapter_export
 from lightning_eff.callbacks.peft_adapter import adapt
 from lightning_eff.checkpoint import stored_weights
+from lightning_eff.core.errors import ConfigError
 from lightning_eff.models.hf_causal_lm import HFCausalLM
 from tests.support.adapters import METHODS, Exact, edited
 from tests.support.command_line import Command
@@ -197,6 +198,17 @@ def test_merging_does_not_change_the_layer_that_shares_the_weight(
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Embedding(4, 4, max_norm=1.0)],
+    ids=["weight_norm", "max_norm"],
+)
+def test_an_adapter_is_not_merged_into_a_weight_that_each_forward_computes(layer: nn.Module) -> None:
+    model = trained(nn.ModuleDict({"layer": layer}), target_modules=["layer"])
+    with pytest.raises(ConfigError, match="layer computes or rescales its weight"):
+        adapter_export.merge_adapters(model)
 
 
 QUANTIZED = ["precision=quantized_base", "precision.compute_dtype=fp32"]

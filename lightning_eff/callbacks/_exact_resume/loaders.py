@@ -191,13 +191,12 @@ class ExactLoader(LoaderWrapper):
         # Without workers, the loader has not requested the first indices yet.
         is_lazy = stream is not None and stream.first_states is None
         self._begun = run.capture() if is_lazy or stream is None else None
-        if stream is not None and position is not None:
-            if is_lazy:
-                stream.first_states = self._begun
-            if not stream.is_asked:
-                run.inexact.append("the loader begins a pass with its first batch: samples are seen again")
+        if stream is not None and position is not None and is_lazy:
+            stream.first_states = self._begun
         if num_dropped:
             self._drop(iterator, num_dropped)
+        if stream is not None and position is not None and not stream.is_asked:
+            run.inexact.append("the loader begins a pass with its first batch: samples are seen again")
         return self._batches(iterator, None if self.is_shared else position, is_begun=num_dropped > 0)
 
     def _batches(self, iterator: Iterator[Any], saved: Position | None, *, is_begun: bool) -> Iterator[Any]:

@@ -22,6 +22,9 @@ from lightning_eff.core import random_states
 from lightning_eff.core.errors import CheckpointError, ConfigError, Remedy
 from lightning_eff.core.random_states import KINDS, RandomStates, differing
 
+MAX_PARTS = 100
+"""Maximum number of a list's elements that are searched for generators."""
+
 
 @dataclass
 class Position:
@@ -285,14 +288,17 @@ class ResumableRun:
 
 
 def _held(owner: Any) -> list[Any]:
-    """Return the attribute values of an object and, recursively, of its samplers and datasets."""
+    """Return the attribute values of an object and, recursively, of its samplers, datasets and transforms."""
     values: list[Any] = []
     owners, seen = [owner], set[int]()
     while owners:
         owner = owners.pop()
         if id(owner) not in seen:
             seen.add(id(owner))
-            held = list(getattr(owner, "__dict__", {}).values())
-            values += held
-            owners += [value for value in held if isinstance(value, (Sampler, Dataset))]
+            parts: Any = owner[:MAX_PARTS] if isinstance(owner, (list, tuple)) else None
+            held: dict[str, Any] = getattr(owner, "__dict__", {}) if parts is None else {}
+            values += [*held.values(), *(parts or ())]
+            inner = (Sampler, Dataset, list, tuple)
+            owners += [value for n, value in held.items() if isinstance(value, inner) or "transform" in n]
+            owners += parts or ()
     return values
