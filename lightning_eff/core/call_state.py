@@ -178,7 +178,8 @@ class CallState:
                 write(state)
             yield
         finally:
-            for container, content in before:
+            # In reverse order, because a container may have been noted twice.
+            for container, content in reversed(before):
                 _reinstate(container, content, {})
             for tensor, needs_grad in flags:
                 tensor.requires_grad_(not needs_grad)
