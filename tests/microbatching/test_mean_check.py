@@ -235,7 +235,7 @@ class Collects(Towers):
 
 
 class Draws(Collects):
-    """Changes trained weights, draws from a generator of NumPy's, and counts in dicts, tensors and objects."""
+    """Changes trained weights, draws from NumPy's generator, and counts in dicts, tensors and objects."""
 
     def __init__(self) -> None:
         super().__init__()
