@@ -234,9 +234,8 @@ class LateProjection:
         self.linear: Any = getattr(module, "base_layer", module)
         self._is_adapted = self.linear is not module
         if type(self.linear) not in PLAIN or (self._is_adapted and not hasattr(module, "_plain_adapter")):
-            allowed = (
-                f"the name of an nn.Linear, or of one with a LoRA adapter, not of {type(module).__name__}"
-            )
+            kind = type(module).__name__
+            allowed = f"the name of an nn.Linear, or of one with a LoRA adapter, not of {kind}"
             raise ConfigError(key="head", value=name, allowed=allowed)
         # The layers inside an adapted layer are not called, so ZeRO-3 would not gather their weights.
         self._gathered = GatheredAtOnce(module) if self._is_adapted else None
@@ -280,10 +279,8 @@ class LateProjection:
             self.readers[obstacle] += 1
             return self._call_with_hooks(*args, **kwargs)
         device, parameters = x.device.type, self.module.parameters()
-        autocast = {
-            "device_type": device, "dtype": torch.get_autocast_dtype(device),
-            "enabled": torch.is_autocast_enabled(device),
-        }  # fmt: skip
+        autocast: dict[str, Any] = {"device_type": device, "enabled": torch.is_autocast_enabled(device)}
+        autocast["dtype"] = torch.get_autocast_dtype(device)
         call = Call(self, x, self._state(x), autocast)
         self._calls.add(call)
         # The logits of `F.linear` would require a gradient in the same cases.
@@ -296,8 +293,10 @@ class LateProjection:
         if vars(self.module).get("forward") != self._in_forward:
             return "its replaced forward"
         functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        if not x.is_floating_point() or not x.ndim or functorch.peek_interpreter_stack() is not None:
-            return "a transform of torch.func"  # torch.func cannot track a tensor without values
+        is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        is_traced |= functorch.peek_interpreter_stack() is not None
+        if is_traced or not x.is_floating_point() or not x.ndim:
+            return "an export, or a transform of torch.func"  # which need a tensor with values
         own, of_all = vars(self.module), vars(torch_module)
         hooks = [(*own[name].values(), *of_all[f"_global{name}"].values()) for name in MODULE_HOOKS]
         if any(is_foreign(hook) for each in hooks for hook in each):
@@ -324,10 +323,9 @@ class LateProjection:
         ]
         adapter: Any = None
         if self._is_adapted:
-            scaling = tuple(module.scaling.items())
-            adapter = (tuple(module.active_adapters), module.disable_adapters, module.merged, scaling)
-        is_ours = vars(module).get("forward") == self._in_forward
-        return versions, weights, module.training, adapter, is_ours
+            flags = module.training, module.disable_adapters, module.merged
+            adapter = (tuple(module.active_adapters), flags, tuple(module.scaling.items()))
+        return versions, weights, adapter, vars(module).get("forward") == self._in_forward
 
     def _in_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run `_work` if it is set, or else the module's own forward."""
@@ -382,8 +380,9 @@ class LateProjection:
     def compute_held(self, *_: object) -> None:
         """Compute logits that are still referenced (for example by a metric) before the weights change."""
         for call in [*self._calls]:
-            if any((logits := each()) is not None and logits.computed is None for each in call.logits):
-                self.compute(call, "a reader after the optimizer step")
+            is_held = any((each := ref()) is not None and each.computed is None for ref in call.logits)
+            if is_held and call.state == self._state(call.x):  # otherwise, a later read is rejected
+                self.compute(call, "a later reader")
         self._calls.clear()
 
     @_untraced
@@ -446,11 +445,13 @@ def _indexed(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
     # Keep the values of a bool index, which decide the size of the result; other indices need only a shape.
     on_meta = tree_map_only(Tensor, lambda i: i if i.dtype == torch.bool else i.to("meta"), use.args[0])
     try:
-        found, x = probe[on_meta], use.on(logits.x)
+        found = probe[on_meta]
+        # On a GPU, an index of classes on the hidden states would end in a device-side assert.
+        is_rows = found.shape[-1:] == probe.shape[-1:] and not logits.form.is_class_second
+        x = use.on(logits.x) if is_rows else None
     except (RuntimeError, IndexError):
         return None  # the index selects classes, or is invalid for the full logits too
-    is_same = x.shape[-1:] == (width,) and found.shape == (*x.shape[:-1], probe.shape[-1])
-    return {"x": x} if is_same and not logits.form.is_class_second else None
+    return {"x": x} if x is not None and x.shape == (*found.shape[:-1], width) else None
 
 
 def _permuted(logits: LazyLogits, use: Use) -> dict[str, Any] | None:
@@ -575,9 +576,8 @@ RULES: dict[Any, Callable[[LazyLogits, Use], Any]] = {
         (_reshaped, (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)),
         (_reshaped, (Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.contiguous)),
         (_indexed, (Tensor.__getitem__,)),
-        (_permuted, (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute)),
-        (_permuted, (Tensor.swapaxes, Tensor.movedim, torch.movedim)),
-        (_permuted, (inspect.getattr_static(Tensor, "mT").__get__,)),
+        (_permuted, (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.swapaxes)),
+        (_permuted, (Tensor.movedim, torch.movedim, inspect.getattr_static(Tensor, "mT").__get__)),
         (_cast, (Tensor.float, Tensor.double, Tensor.to)),
         (_detached, (Tensor.detach, torch.detach)),
         (_scaled, (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)),

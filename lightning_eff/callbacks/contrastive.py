@@ -17,7 +17,8 @@ and labels if the loss needs labels.
 
 Each rank computes the loss over the embeddings of all ranks; the step minimizes the mean of the ranks'
 losses. Batches may differ in size between ranks, unless ranks shard parameters or synchronize batch norms. If
-a step has several batches, the loss compares samples only within one batch.
+a step has several batches, the loss compares samples only within one batch. The Trainer's own
+`accumulate_grad_batches` then works like `callbacks/gradient_accumulation`: batches count by their samples.
 
 With `micro_batch_size=auto`, the full batch is tried first. After an OOM, everything that the step has
 changed is restored, and the step runs again in micro-batches of half the size. Checkpoints store the size.
@@ -33,8 +34,10 @@ Costs: one more forward pass of `embed`. Until its backward pass, each micro-bat
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. The run stops if `embed` changes its inputs or frozen parameters
-    in place, or if `training_step` does not call `embed`. Changes through `.data` inside `embed` (a momentum
-    encoder) are not detected, and are made once per micro-batch.
+    in place, sets an attribute to a tensor with a gradient, or is not called by `training_step`. A list to
+    which `embed` appends losses is not detected; it has one loss per micro-batch. Changes of buffers by
+    `embed` are made once per micro-batch, with a warning. The warning misses changes that `embed` makes only
+    in training mode (spectral norm, an EMA codebook) or through `.data` (a momentum encoder).
 Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
     https://arxiv.org/abs/2101.06983
 """
@@ -42,6 +45,7 @@ Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memo
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -59,7 +63,14 @@ from typing_extensions import override
 
 from lightning_eff.core.arguments import Count, accepts, check_arguments
 from lightning_eff.core.call_state import CallState, oldest_graphs_first, stops_early
-from lightning_eff.core.errors import TO_FSDP2, ConfigError, ConflictError, NoEffectWarning, Remedy
+from lightning_eff.core.errors import (
+    TO_FSDP2,
+    ConfigError,
+    ConflictError,
+    ConflictWarning,
+    NoEffectWarning,
+    Remedy,
+)
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.shards import is_sharded
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
@@ -105,12 +116,14 @@ class Contrastive(Managed):
     Raises:
         ConfigError: The module has no method `embed`, or `embed` returned anything but tensors with one row
             per sample.
-        ConflictError: `embed` compares samples, or `training_step` does not call `embed`. Also raised if
-            batches differ in size on ranks that shard parameters or synchronize batch norms.
+        ConflictError: `embed` compares samples or stores a tensor with a gradient, or `training_step` does
+            not call `embed`. Also raised if batches differ in size on ranks that shard parameters or
+            synchronize batch norms.
         RecomputationError: `embed` changes its inputs or frozen parameters in place.
 
     Warns:
         NoEffectWarning: The run has one rank, and no batch was larger than `micro_batch_size`.
+        ConflictWarning: `embed` changes buffers.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Contrastive(micro_batch_size=8)], logger=False, accelerator="cpu")
@@ -257,7 +270,7 @@ class Contrastive(Managed):
         """Embed micro-batches, and log the values that a full batch would have logged."""
         results: Any = module.trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         before = results.batch, results.batch_size
-        early_stop = stops_early(module)
+        early_stop, stored = stops_early(module), _with_graph(module)
         outputs, logged = list[Any](), [logged_values(results)]
         self._num_left_out = max(0, len(parts) - (self._max_parts or len(parts)))
         # While memory is being predicted, only the first micro-batches run, and the last micro-batch, whose
@@ -269,6 +282,13 @@ class Contrastive(Managed):
             torch.clear_autocast_cache()
             outputs.append(_embed_again_in_backward(module, embed, part.batch, early_stop=early_stop))
             logged.append(logged_values(results))
+        # A tensor has only one weak reference without a callback, so an unchanged attribute has the same one.
+        if new := [name for name, each in _with_graph(module).items() if stored.get(name) is not each]:
+            raise ConflictError(
+                f"callbacks/contrastive: embed(batch) stores {', '.join(new)}, which would hold only the "
+                "values and the gradient of the last micro-batch\n  try: return it, with one row per sample\n"
+                "  try: store .detach() of it"
+            )
         merge_logged(results, logged, [part.num_samples for part in run], is_weighted=False)
         # The embeddings of skipped micro-batches still take memory.
         outputs[-1:-1] = [tree_map(torch.empty_like, outputs[0]) for _ in range(self._num_left_out)]
@@ -296,6 +316,10 @@ class Contrastive(Managed):
                 "callbacks/contrastive: embed(batch) compares the samples of its batch, so micro-batches "
                 "would get other embeddings: compare samples in similarity_loss"
             )
+        if found.moved:
+            some = ", ".join(sorted(found.moved)[: lightning_loop.MAX_NAMES])
+            text = f"Contrastive: embed changes {some}, which happens once per micro-batch now: "
+            warnings.warn(f"{text}change them in on_train_batch_end", ConflictWarning, stacklevel=2)
         if found.undecided:
             reason = found.undecided.partition(":")[2]
             self._check = f"not checked whether embed treats samples independently:{reason}"
@@ -342,6 +366,19 @@ class Contrastive(Managed):
                 "out_of_memory": [[h.before, h.after, h.reason] for h in size.halvings],
             },
         )
+
+
+def _with_graph(module: nn.Module) -> dict[str, weakref.ref[Tensor]]:
+    """Return tensors with an autograd graph in the attributes of modules, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): weakref.ref(value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor)
+        and value.grad_fn is not None
+        # Weight norm, spectral norm and pruning compute `weight` from these parameters in each forward.
+        and {f"{name}_orig", f"{name}_g"}.isdisjoint(dict(part.named_parameters(recurse=False)))
+    }
 
 
 def _embed_again_in_backward(

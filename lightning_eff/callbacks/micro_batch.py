@@ -27,8 +27,9 @@ When not: the batch fits.
 Conflicts: a loss that is not a mean over samples; `optimizer.step()` in `training_step`; manual optimization;
     DeepSpeed's own accumulation; optimizers that step in the backward pass. On several ranks, `auto` needs
     DDP, and conflicts with synchronized batch norms, a communication hook or a static graph. A run with one
-    of these is rejected. One conflict is not detected: with FSDP2 or ZeRO, ranks that split their batches
-    into different numbers of micro-batches wait for each other forever.
+    of these is rejected. Two conflicts are not detected: with FSDP2 or ZeRO, ranks that split their batches
+    into different numbers of micro-batches wait for each other forever; and `auto` does not undo what a step
+    without enough memory has changed in custom objects or in tensors in containers.
 Source: learned from Composer's device_train_microbatch_size; a bug in Lightning's own search:
     https://github.com/Lightning-AI/pytorch-lightning/issues/21903
 """

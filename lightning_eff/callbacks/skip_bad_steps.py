@@ -23,7 +23,10 @@ When not: bad batches are frequent; then repair the data.
 Conflicts: manual optimization, DeepSpeed, Lightning's FSDPStrategy, and optimizers that free gradients in the
     backward pass are rejected. A bad gradient ends the run if the optimizer has already changed weights in
     this step, as LBFGS does in a line search. The Trainer's own `accumulate_grad_batches` works like
-    `callbacks/gradient_accumulation`.
+    `callbacks/gradient_accumulation`. A skipped step does not undo changes to custom objects or to tensors in
+    containers; it ends the run if `training_step` has changed a tensor of more than 1 MiB that is an
+    attribute but no buffer. `on_train_batch_end` runs for skipped steps too. A learning-rate schedule with a
+    `frequency` above 1 counts batches, including skipped ones.
 Source: none
 """
 
@@ -187,7 +190,7 @@ class SkipBadSteps(Managed):
 
         @functools.wraps(step)  # also copies a learning-rate scheduler's mark on `step`
         def gated(closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             # If the optimizer moves weights before it calls its closure, the step cannot be undone.
             versions = [version(parameter) for parameter in parameters]
             self._num_steps += 1

@@ -14,9 +14,10 @@ Costs: a fourth GEMM of the projection if the dtype is float16, if the projectio
 When not: the vocabulary is small; metrics read full logits, which are then computed in addition to the tiles.
 Conflicts: a quantized projection; strategies that wait for the gradient of a model's logits. If the
     projection has hooks, or an adapter with dropout, the logits are computed immediately. Logits that are
-    still referenced at an optimizer step are computed before this step. After any other change of weights or
-    inputs, the logits cannot be read any more; changes through `.data` are not detected. A fully compiled
-    model has a graph break at its output projection.
+    still referenced at an optimizer step, or after a validation batch, are computed then. After any other
+    change of weights or inputs, the logits cannot be read any more; changes through `.data` are not detected.
+    A fully compiled model has a graph break at its output projection. `torch.jit.script` of the projection
+    fails during a fit.
 Source: kernels/cross_entropy.py; learned from Liger-Kernel, TRL and torch.nn.functional.linear_cross_entropy
 """
 
@@ -222,8 +223,7 @@ class TiledLoss(Tiling):
     ) -> None:
         """Compute logits that are still referenced; warn about backward passes that need a loss weight."""
         # Why here too: the optimizer's own step hook runs before the closure that computes the batch.
-        for projection in self._tiled.values():
-            projection.compute_held()
+        self._compute_held()
         passes, self._unweighted = self._unweighted, []
         if len(passes) > 1 and not self._has_warned and len(set(torch.stack(passes).tolist())) > 1:
             self._has_warned = True
@@ -233,6 +233,16 @@ class TiledLoss(Tiling):
                 '  try: return {"loss": loss, "loss_weight": num_targets} from training_step'
             )
             warnings.warn(text, ConflictWarning, stacklevel=2)
+
+    @override
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        """Compute logits that are still referenced, with the weights of their batch."""
+        # Lightning's WeightAveraging replaces the weights before the module reads logits at the epoch's end.
+        self._compute_held()
+
+    def _compute_held(self) -> None:
+        for projection in self._tiled.values():
+            projection.compute_held()
 
     @override
     def outcome(self) -> Outcome:

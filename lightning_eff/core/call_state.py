@@ -39,9 +39,10 @@ from lightning_eff.core.random_states import numpy_state, set_numpy_state
 
 STATISTICS = ("running_mean", "running_var")
 """Buffers that batch normalization changes without increasing their `_version`."""
-_BASE = frozenset(vars(nn.Module()))
+CONTAINERS = (dict, list, set, deque)
+BASE = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
-_HELD = ("_parameters", "_buffers", "_modules", *(name for name in _BASE if name.startswith("_forward_")))
+_HELD = ("_parameters", "_buffers", "_modules", *(name for name in BASE if name.startswith("_forward_")))
 """Dictionaries of `nn.Module` on which a forward depends."""
 
 
@@ -78,7 +79,7 @@ class CallState:
             content = dict(attributes)
             self._contents.append((attributes, content))
             for name, value in attributes.items():
-                if name not in _BASE and _kind(type(value)):
+                if name not in BASE and _kind(type(value)):
                     content[name] = self._note(value)
                     self._copy(value)
             for name in _HELD:
@@ -131,7 +132,7 @@ class CallState:
         if container is None or id(container) in self._known:
             return
         self._known.add(id(container))
-        content = _content(container)
+        content = content_of(container)
         self._contents.append((container, content))
         for key, item in content.items() if isinstance(container, dict) else enumerate(content):
             if _kind(type(item)):
@@ -161,13 +162,11 @@ class CallState:
                 )
         # Clone again, because this recomputation may write too, and another recomputation may follow.
         copies = {key: copy.clone() for key, copy in self._copies.items()}
-        before = [
-            (container, _reinstate(container, content, copies)) for container, content in self._contents
-        ]
+        before = [(container, reinstate(container, content, copies)) for container, content in self._contents]
         # Dictionaries that were added after the call, such as hooks, are empty during the recomputation.
         new = [held for part in self._parts for key in _HELD if (held := vars(part).get(key))]
         new = [held for held in new if isinstance(held, dict) and id(held) not in self._known]
-        before += [(held, _reinstate(held, {}, {})) for held in new]
+        before += [(held, reinstate(held, {}, {})) for held in new]
         # `requires_grad` can be set only on leaves.
         flags = [(t, need) for t, _, need in self._tensors.values() if t.requires_grad != need and t.is_leaf]
         states = [(write, read()) for read, write, _ in self._states]
@@ -178,8 +177,9 @@ class CallState:
                 write(state)
             yield
         finally:
-            for container, content in before:
-                _reinstate(container, content, {})
+            # In reverse order, because a container may have been noted twice.
+            for container, content in reversed(before):
+                reinstate(container, content, {})
             for tensor, needs_grad in flags:
                 tensor.requires_grad_(not needs_grad)
             for write, state in states:
@@ -224,7 +224,7 @@ def _kind(kind: type) -> str:
     kinds = {
         "tensor": Tensor,
         "tuple": tuple,
-        "container": (dict, list, set, deque),
+        "container": CONTAINERS,
         "generator": (torch.Generator, random.Random, np.random.RandomState, np.random.Generator),
         "": (nn.Module, ModuleType, type, NoneType, int, float, str),
     }
@@ -248,14 +248,15 @@ def _set_scripted_buffers(part: nn.Module, buffers: dict[str, Tensor]) -> None:
         setattr(part, name, buffer.clone())
 
 
-def _content(container: Any) -> Any:
+def content_of(container: Any) -> Any:
+    """Return a copy of a container's content: a dict of a dict's items, a list of other items."""
     # Why not `dict(container)`: with stage 3 of ZeRO, it would gather parameters.
     return dict(container.items()) if isinstance(container, dict) else list(container)
 
 
-def _reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
+def reinstate(container: Any, content: Any, copies: Mapping[int, Tensor]) -> Any:
     """Set a container's content and return the previous content; `copies` has replacements by tensor id."""
-    now = _content(container)
+    now = content_of(container)
     if not isinstance(container, dict):
         new = [copies.get(id(value), value) for value in content]
         # Refill the container only if its content differs: a refilled set may have another order.

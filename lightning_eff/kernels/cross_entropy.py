@@ -398,7 +398,7 @@ def _pairs(rows: Tensor, weight: Tensor, low_rank: LowRank | None, dtype: torch.
             f"in all, and a weight [{len(weight)}, r]"
         )
     # logits = x @ W.T + u @ B.T, with u [N, r] and B [V, r].
-    return [*pairs, low.reshape(len(rows), -1).to(dtype), up]
+    return [*pairs, low.reshape(len(rows), up.shape[1]).to(dtype), up]
 
 
 def _check_options(**options: Any) -> None:

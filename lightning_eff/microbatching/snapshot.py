@@ -4,10 +4,12 @@
 
 - random states: torch on the CPU and on the device, Python, NumPy, and generators that modules hold;
 - buffers, the states of torchmetrics, and the values that Lightning has logged;
-- every module's attributes, and the items of lists in these attributes.
+- every module's attributes, the content of dicts, lists, sets and deques in these attributes, at any depth,
+  and tensors of up to 1 MiB that are attributes.
 
-Changes to custom objects, files and the batch are not undone. Undoing a step raises an error if the step has
-changed a frozen parameter, or a buffer that cannot be copied (sparse, expanded).
+Changes to custom objects, to tensors in containers, to files and to the batch are not undone. Undoing a step
+raises an error if the step has changed a frozen parameter, a larger tensor in an attribute, or a buffer that
+cannot be copied (sparse, expanded).
 
 `OptimizerSnapshot` keeps parameters, gradients and optimizer state in host memory. `atomic_update` takes an
 `OptimizerSnapshot` before an update, because memory may run out after half of the parameters are updated. On
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,9 +33,12 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
 from lightning_eff.core import allocator, random_states
-from lightning_eff.core.call_state import version
+from lightning_eff.core.call_state import BASE, CONTAINERS, content_of, reinstate, version
 from lightning_eff.core.errors import is_out_of_memory
 from lightning_eff.report.live_bytes import tensors_in
+
+MAX_PLAIN_BYTES = 2**20
+"""Largest tensor that is copied if it is an attribute but no buffer, because it may be a data set."""
 
 
 class StepSnapshot:
@@ -63,8 +68,12 @@ class StepSnapshot:
         for owner in modules:
             if isinstance(owner, Metric):
                 continue
-            for name, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
+            # Not `isinstance`: a subclass may be LazyLogits, which a copy would compute.
+            plain = {k: v for k, v in vars(owner).items() if type(v) is Tensor and not v.requires_grad}
+            buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
+            for name, tensor in [*buffers, *plain.items()]:
                 is_copied = tensor.layout == torch.strided and not tensor.is_inference()
+                is_copied &= name not in plain or tensor.nbytes <= MAX_PLAIN_BYTES
                 if is_copied:  # an expanded tensor (stride 0) has shared elements, which `copy_` rejects
                     axes = zip(tensor.stride(), tensor.shape, strict=True)
                     is_copied = all(stride or size <= 1 for stride, size in axes)
@@ -85,9 +94,8 @@ class StepSnapshot:
         owners: list[Any] = [*self._module.modules(), *self._logged.values()]
         self._attributes = [(vars(owner), dict(vars(owner))) for owner in owners]
         # A step may append to a list, for example an output that is averaged later.
-        values = [value for _, attributes in self._attributes for value in attributes.values()]
-        self._lists: list[tuple[list[Any], list[Any]]]
-        self._lists = [(value, list(value)) for value in values if isinstance(value, list)]
+        own = [value for _, each in self._attributes for name, value in each.items() if name not in BASE]
+        self._containers = _containers(own)
         metrics: list[Any] = [owner for owner in owners if isinstance(owner, Metric)]
         # The keys of `_defaults` are the names of a metric's states, in torchmetrics 1.x.
         states = [vars(metric).get(name) for metric in metrics for name in metric._defaults]  # noqa: SLF001
@@ -124,8 +132,20 @@ class StepSnapshot:
             attributes.update(before)
         for tensor, values in self._states:
             tensor.data = values.clone()  # keeps the tensor object, which other code may reference
-        for items, before in self._lists:
-            items[:] = before
+        for container, content in self._containers:
+            reinstate(container, content, {})
+
+
+def _containers(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return the containers among values, at any depth, each with a copy of its content."""
+    found: dict[int, tuple[Any, Any]] = {}
+    new = list(values)
+    while new:
+        new = [value for value in new if isinstance(value, CONTAINERS) and id(value) not in found]
+        contents = [(value, content_of(value)) for value in new]
+        found |= {id(value): (value, content) for value, content in contents}
+        new = [each for _, c in contents for each in (c.values() if isinstance(c, dict) else c)]
+    return list(found.values())
 
 
 @runtime_checkable

@@ -55,6 +55,9 @@ class GradientCheck(pl.Callback):
         GradientError: A parameter has no finite gradient after its optimizer's first step, or the loss was
             not finite in `max_nonfinite_steps` consecutive steps. Also raised if no backward pass ran.
 
+    Warns:
+        NoEffectWarning: No optimizer's `step` ran.
+
     Example:
         >>> check = GradientCheck(unused=["teacher.*"])
         >>> trainer = pl.Trainer(callbacks=[check], logger=False, accelerator="cpu")

@@ -23,7 +23,7 @@ from lightning_eff.callbacks.gradient_checkpointing import GradientCheckpointing
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
 from lightning_eff.callbacks.torch_compile import TorchCompile
 from lightning_eff.core.call_state import RecomputationError
-from lightning_eff.core.errors import ConfigError, ConflictError, NoEffectWarning
+from lightning_eff.core.errors import ConfigError, ConflictError, ConflictWarning, NoEffectWarning
 from lightning_eff.core.shards import full_tensor
 from lightning_eff.monitors.efficiency_report import EfficiencyReport
 from lightning_eff.optimizer.in_backward import InBackward
@@ -35,6 +35,7 @@ from tests.support.prediction import assert_predicted_is_measured
 from tests.support.ranks import is_equal, results_of_two_ranks
 
 NUM_SAMPLES, BATCH, STEPS, LR = 33, 11, 3, 0.5
+pytestmark = pytest.mark.filterwarnings("ignore:Contrastive. embed changes count")
 
 
 class Pairs(pl.LightningModule):
@@ -373,6 +374,12 @@ class Pooled(Pairs):
         return super().embed(batch) | {"scale": self.temperature.exp().sum()}
 
 
+class Stores(Pairs):
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        self.penalty = self.first(batch[0]).square().mean()
+        return super().embed(batch)
+
+
 class InPlace(Pairs):
     def embed(self, batch: Any) -> dict[str, Tensor]:
         batch[0].mul_(2.0)
@@ -385,6 +392,7 @@ class InPlace(Pairs):
         (NotCalled, ConflictError),
         (Compares, ConflictError),
         (Pooled, ConfigError),
+        (Stores, ConflictError),
         (InPlace, RecomputationError),
     ],
 )
@@ -417,7 +425,8 @@ class Positions(Pairs):
 
 
 def test_every_micro_batch_gets_the_tensors_that_keep_names_in_full() -> None:
-    model = trained(Positions, FULL, Contrastive(micro_batch_size=4, keep=["1"]))
+    with pytest.warns(ConflictWarning, match="embed changes count, "):
+        model = trained(Positions, FULL, Contrastive(micro_batch_size=4, keep=["1"]))
     assert_close(weights(model), weights(reference(Positions, FULL)), 1e-12)
 
 

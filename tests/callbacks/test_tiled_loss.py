@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from lightning_eff.callbacks._lazy_logits import LazyLogits
+from lightning_eff.callbacks._lazy_logits import LazyLogits, Use
 from lightning_eff.callbacks.gradient_accumulation import GradientAccumulation
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.optimizer_choice import OptimizerChoice
@@ -217,6 +218,7 @@ def test_other_functions_get_full_logits(name: str) -> None:
         written_as_data,
         written_after_a_view,
         other_order_of_classes,
+        after_a_change_of_mode,
     ],
     ids=lambda step: step.__name__,
 )
@@ -232,7 +234,6 @@ def test_unusual_reads_of_logits_give_the_same_step(step: Callable[[Any], Tensor
         with_other_weights,
         after_the_input_changed,
         retained_after_the_loss,
-        after_a_change_of_mode,
     ],
     ids=lambda step: step.__name__,
 )
@@ -253,6 +254,24 @@ def test_held_logits_are_computed_before_the_optimizer_step() -> None:
         optimizer.step()
         kept.append(logits.softmax(-1).detach())
     torch.testing.assert_close(kept[1], kept[0], rtol=1e-12, atol=0.0)
+
+
+def test_hidden_states_are_never_indexed_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, such an index would end in a device-side assert."""
+    widths, on = set[int](), Use.on
+    monkeypatch.setattr(Use, "on", lambda use, tensor: [widths.add(tensor.shape[-1]), on(use, tensor)][1])
+    chosen = torch.arange(KEPT.numel()), KEPT.flatten()
+    assert_same_step(gpt(), lambda m: -m(X).log_softmax(-1).view(-1, V)[chosen].mean())
+    assert widths == {V}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore::torch.jit.TracerWarning")
+def test_a_model_is_exported_with_full_logits() -> None:
+    model, ids = nn.Sequential(nn.Embedding(V, 8), nn.Linear(8, V)), X.flip(0)
+    expected = model(ids)
+    tile_loss(model)
+    for exported in (torch.jit.trace(model, X), torch.export.export(model, (X,)).module()):
+        torch.testing.assert_close(exported(ids), expected)
 
 
 def test_fabric_checks_the_backward_pass_without_full_logits() -> None:
@@ -378,6 +397,28 @@ class Changed(Step):
 def trained(model: pl.LightningModule, *callbacks: Any, steps: int = 6) -> dict[str, Tensor]:
     fit(model, *callbacks, loader=DataLoader(TensorDataset(*token_rows()), batch_size=2), max_steps=steps)
     return model.state_dict()
+
+
+class Collects(Step):
+    """Computes a metric from the logits of all validation batches, and keeps these logits."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept = [*(self.kept if batch_idx else []), self(batch[0])]
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("peak", torch.cat(self.kept[:-1]).max())  # the last logits are never read
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
+def test_logits_of_validation_batches_have_the_weights_of_the_validation() -> None:
+    peaks = list[Any]()
+    for callbacks in ([], [TiledLoss()]):
+        ema = EMAWeightAveraging(decay=0.5)  # replaces weights during the validation only
+        data = DataLoader(TensorDataset(*token_rows()), batch_size=2)
+        trainer = make_trainer(callbacks=[*callbacks, ema], max_steps=-1, max_epochs=2)
+        trainer.fit(Collects(), data, data)
+        peaks.append(trainer.callback_metrics["peak"])
+    torch.testing.assert_close(peaks[1], peaks[0], rtol=1e-12, atol=0.0)
 
 
 def test_the_mean_loss_passes_its_number_of_targets_to_accumulation() -> None:

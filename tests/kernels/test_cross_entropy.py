@@ -195,6 +195,13 @@ def test_a_batch_without_targets_has_torchs_value_and_gradients_of_zero(
 VALID = {"x": torch.zeros(2, 3), "weight": torch.zeros(4, 3), "target": torch.tensor([0, 1])}
 
 
+def test_no_rows_with_low_rank_rows_have_a_loss_of_0() -> None:
+    """A mask may select no targets of a batch."""
+    none = {"x": torch.zeros(0, 3), "weight": torch.zeros(4, 3), "target": torch.zeros(0).long()}
+    low_rank = torch.zeros(0, 2), torch.zeros(4, 2)
+    assert linear_cross_entropy(**none, low_rank=low_rank, reduction="sum") == 0.0
+
+
 @pytest.mark.parametrize(
     ("changed", "error"),
     [

@@ -235,13 +235,14 @@ class Collects(Towers):
 
 
 class Draws(Collects):
-    """Changes trained weights, draws from a generator of NumPy's, and counts in dicts and objects."""
+    """Changes trained weights, draws from NumPy's generator, and counts in dicts, tensors and objects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.target = copy.deepcopy(self.b)  # it keeps `requires_grad`
         self.rng, self.python = np.random.default_rng(0), random.Random(0)
         self.counts: Any = {"n": 0}
+        self.decay = torch.ones(())
         self.state = SimpleNamespace(scale=1.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -249,9 +250,11 @@ class Draws(Collects):
             for slow, fast in zip(self.target.parameters(), self.b.parameters(), strict=True):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
         self.counts["n"] += 1
+        self.decay *= 0.9
         self.state.scale *= 0.9
         mixed = batch[1] * self.rng.beta(0.5, 0.5) + self.python.random() + self.counts["n"]
-        return self.state.scale * F.mse_loss(self.b(mixed), self.target(batch[1]).detach())
+        scale = self.state.scale * float(self.decay)
+        return scale * F.mse_loss(self.b(mixed), self.target(batch[1]).detach())
 
 
 @pytest.mark.filterwarnings("ignore:MicroBatch. training_step changes")
@@ -269,7 +272,7 @@ def test_the_check_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             [
                 *(model.state_dict(), model.seen),
                 *(other.state_dict(), other.losses, other.logged, other.count),
-                *(third.state_dict(), third.counts, third.state.scale),
+                *(third.state_dict(), third.counts, third.decay, third.state.scale),
             ]
         )
         monkeypatch.setattr(lightning_loop, "check_mean", lambda *_, **__: MeanCheck())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,12 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_eff.microbatching.snapshot import OptimizerSnapshot, StepSnapshot, atomic_update
+from lightning_eff.microbatching.snapshot import (
+    MAX_PLAIN_BYTES,
+    OptimizerSnapshot,
+    StepSnapshot,
+    atomic_update,
+)
 from tests.support.ranks import is_equal
 
 CPU = torch.device("cpu")
@@ -31,6 +38,7 @@ class Model(nn.Module):
         self.own = torch.Generator().manual_seed(1)
         self.layer.own = torch.Generator().manual_seed(2)
         self.count, self.seen, self.ema = 0, [1.0], 0.0
+        self.plain, self.held = torch.zeros(2), {"sum": 0.0, "last": deque([1.0], maxlen=2), "seen": {1}}
 
 
 def state(model: Model) -> list[Any]:
@@ -39,7 +47,7 @@ def state(model: Model) -> list[Any]:
     metrics = [float(model.mean.compute()), model.rows.compute()]
     buffers = dict(model.named_buffers())
     values = [buffer.to_dense().clone() for buffer in buffers.values()]
-    plain += [model.count, model.ema]
+    plain += [model.count, model.ema, model.plain.tolist(), copy.deepcopy(model.held)]
     return [*numbers, *values, plain, metrics, list(model.seen), list(buffers), sorted(vars(model))]
 
 
@@ -58,6 +66,10 @@ def change(model: Model) -> None:
     model.ema = 0.9 * model.ema + 1.0
     model.seen[0] += 1.0
     model.seen.append(2.0)
+    model.plain += 1.0
+    model.held["sum"] += 1.0
+    model.held["last"].append(2.0)
+    model.held["seen"].add(2)
     model.fresh = 1
 
 
@@ -78,14 +90,16 @@ def test_everything_is_restored_as_often_as_requested() -> None:
         assert model.table is table
 
 
-def test_a_change_to_a_buffer_that_cannot_be_copied_is_an_error() -> None:
+@pytest.mark.parametrize("name", ["wide", "plain"])
+def test_a_change_to_a_tensor_that_is_not_copied_is_an_error(name: str) -> None:
     model = Model()
     model.register_buffer("wide", torch.ones(1).expand(6))
+    model.plain = torch.zeros(MAX_PLAIN_BYTES)  # four bytes each
     snapshot = StepSnapshot(model, CPU)
     snapshot.keep()
     snapshot.restore()
-    model.wide[:1].add_(1.0)
-    with pytest.raises(RuntimeError, match="wide"):
+    getattr(model, name)[:1].add_(1.0)
+    with pytest.raises(RuntimeError, match=name):
         snapshot.restore()
 
 

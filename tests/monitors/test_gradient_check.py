@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_eff.callbacks.micro_batch import MicroBatch
 from lightning_eff.callbacks.peft_adapter import PeftAdapter
+from lightning_eff.core.errors import NoEffectWarning
 from lightning_eff.core.optimization.first_gradients import GradientError
 from lightning_eff.monitors.gradient_check import GradientCheck
 from lightning_eff.optimizer.in_backward import InBackward
@@ -117,6 +118,13 @@ def test_a_run_without_a_backward_pass_ends_with_an_error(net: Callable[..., Net
     model.training_step = lambda batch, batch_idx: None
     with pytest.raises(GradientError, match="parameters"):
         fit(model)
+
+
+def test_a_run_whose_optimizer_is_never_stepped_warns(net: Callable[..., Net]) -> None:
+    model = net()
+    model.automatic_optimization = False
+    with pytest.warns(NoEffectWarning, match="not checked"):
+        fit(model, max_steps=-1, max_epochs=1)
 
 
 class Breaks(Net):

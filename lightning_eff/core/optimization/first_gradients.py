@@ -6,6 +6,7 @@ the step has no backward pass and no parameter has a gradient. After such a step
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff.core.errors import EXIT_FAILED, ConfigError, Remedy, suggest_name
+from lightning_eff.core.errors import EXIT_FAILED, ConfigError, NoEffectWarning, Remedy, suggest_name
 from lightning_eff.core.optimization.composite import FreesGradients
 
 MAX_NAMES = 5
@@ -42,6 +43,7 @@ class FirstGradients:
         self._handles: list[RemovableHandle] = []
         self._skips_steps = False
         self._unchecked: list[str] = []  # parameters without a gradient, if no step so far had one
+        self._has_stepped = True
 
     def check_patterns(self, module: nn.Module) -> None:
         """Reject a pattern in `unused` that matches no parameter.
@@ -59,6 +61,7 @@ class FirstGradients:
         """Check the gradients in the next step of each optimizer; Lightning's wrappers are accepted too."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._skips_steps, self._unchecked = getattr(module, "automatic_optimization", False), []
+        self._has_stepped = False
         for wrapped in optimizers:
             # DeepSpeed steps flattened tensors; this package's strategy provides the original parameter
             # groups as `whole_groups`.
@@ -89,6 +92,7 @@ class FirstGradients:
         stepped: Optimizer,
         *_: Any,
     ) -> None:
+        self._has_stepped = True
         if not handles:
             return  # The check is done. A hook cannot remove itself while torch iterates the step hooks.
         missing: list[str] = []
@@ -129,8 +133,14 @@ class FirstGradients:
 
         Raises:
             GradientError: No parameter had a gradient in any step of the run.
+
+        Warns:
+            NoEffectWarning: No optimizer's `step` ran.
         """
         self.remove_hooks()
+        if not self._has_stepped:
+            text = "gradients were not checked: no optimizer.step() ran, or a wrapper steps in another way"
+            warnings.warn(text, NoEffectWarning, stacklevel=2)
         if self._unchecked:
             raise GradientError(
                 f"{parameters_have(self._unchecked)} no gradient: no step of the run had a backward pass"
