@@ -156,6 +156,9 @@ class MicroBatch(Managed):
         rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
         batch_norm = "statistics are computed per micro-batch, so the result depends on its size"
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))
+        hook = "it runs once per micro-batch, on an incomplete gradient"
+        remedies = ("on_before_optimizer_step, which runs once per step",)
+        rules.append(Rule(name="run/gradient_hook", reason=hook, remedies=remedies, verdict=Verdict.WARNED))
         if not self.is_auto:
             return Facts(excludes=tuple(rules))
         # With `auto`, a single rank may run out of memory, and then repeats the step without the other ranks.

@@ -286,6 +286,17 @@ def test_state_that_changes_once_per_micro_batch_is_named() -> None:
         fit(model, MicroBatch(micro_batch_size=4))
 
 
+def test_hooks_that_run_on_incomplete_gradients_are_named() -> None:
+    model = Towers(lambda a, b, y: F.mse_loss(a, b))
+    model.b.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    with pytest.warns(ConflictWarning, match=r"gradient of b\.weight: it runs once per micro-batch"):
+        fit(model, MicroBatch(micro_batch_size=4))
+    model = Towers(lambda a, b, y: F.mse_loss(a, b))
+    model.on_after_backward = lambda: None
+    with pytest.warns(ConflictWarning, match=r"Towers\.on_after_backward: it runs once per micro-batch"):
+        fit(model, MicroBatch(micro_batch_size=4))
+
+
 class StepsItself(Towers):
     def __init__(self, step: Callable[[Any], Any]) -> None:
         super().__init__(lambda a, b, y: F.mse_loss(a, b))
