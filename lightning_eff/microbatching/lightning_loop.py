@@ -58,7 +58,6 @@ from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
 from lightning_eff.microbatching.uneven_ranks import UnevenRanks
 from lightning_eff.microbatching.window import Window, weight_of
 
-MAX_NAMES = 12
 WITHOUT_ACCUMULATION = Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation")
 WITHOUT_MICRO_BATCH = Remedy("~callbacks.micro_batch", "remove MicroBatch")
 MAX_FLAT_CHECKS = 8
@@ -359,7 +358,7 @@ class ExactStep(_AutomaticOptimization):
         # A forward pass without gradients needs less memory than training, so more samples fit.
         max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
         found = self._compare_losses(arguments, size, max_samples)
-        is_first, is_flat, difference = not self._num_flat_checks, found.is_flat, found.difference
+        is_flat, difference = found.is_flat, found.difference
         name = "gradient_accumulation" if self.micro_batch_size is None else "micro_batch"
         if is_on_all_ranks:
             is_flat = bool(self._reduce(is_flat, "max"))
@@ -368,10 +367,8 @@ class ExactStep(_AutomaticOptimization):
             self.mean_check = found.undecided
         if self.mean_check:
             rank_zero_info(f"callbacks/{name}: {self.mean_check}")
-        if found.moved and is_first and self.micro_batch_size is not None:
-            some = ", ".join(sorted(found.moved)[:MAX_NAMES])
-            text = f"MicroBatch: training_step changes {some}, which happens once per micro-batch now: "
-            warnings.warn(f"{text}change them in on_train_batch_end", ConflictWarning, stacklevel=2)
+        if self._runner is not None:
+            self._runner.warn_of_changes(found.moved)
         if is_on_all_ranks and self._reduce(bool(difference), "max"):
             difference = difference or "none on another rank"
         if difference:

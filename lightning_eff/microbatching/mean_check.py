@@ -20,7 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_eff.core import random_states
@@ -165,6 +165,21 @@ def _compare(
     return of_mean, difference <= rounding * max(scale, SMALL_LOSS)
 
 
+def buffer_versions(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Return a module's buffers by name, each with its number of in-place changes."""
+    return {name: (buffer, version(buffer)) for name, buffer in module.named_buffers()}
+
+
+def changed_buffers(module: nn.Module, before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
+    """Return the names of buffers that were changed or replaced since `buffer_versions` returned `before`."""
+    now = buffer_versions(module)
+    return {
+        name
+        for name in before.keys() & now.keys()
+        if now[name][0] is not before[name][0] or now[name][1] != before[name][1]
+    }
+
+
 @contextmanager
 def _unlogged(trainer: pl.Trainer) -> Generator[None]:
     loggers = trainer.loggers
@@ -213,17 +228,13 @@ class _Untraced:
                     vars(child)["training"] = False  # `eval()` could make adapters merge their weights
                 # Attributes of the instance hide the methods, until `again` restores the instance.
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
-                buffers = {name: (each, version(each)) for name, each in module.named_buffers()}
+                buffers = buffer_versions(module)
                 # Copy the batch, because the step may change its batch in place.
                 values, build = flatten(part.batch)
                 own = build(value.clone() if isinstance(value, Tensor) else value for _, value in values)
                 output = self._run(MicroBatchPart(own, part.num_samples))
                 random_after = random_states.capture(self._device, self._generators)
-                for name, buffer in module.named_buffers():
-                    if name in buffers and (
-                        buffer is not buffers[name][0] or version(buffer) != buffers[name][1]
-                    ):
-                        self._moved.add(name)
+                self._moved |= changed_buffers(module, buffers)
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():
