@@ -105,9 +105,9 @@ class ExactStep(_AutomaticOptimization):
         """Name of the items that `weigh` counts, for the report."""
         self.counts_by = "samples count equally"
         """Text for the report that states how the backward passes of a step are weighted."""
-        self.mean_check: str | None = None
-        """Reason why the loss check was inconclusive; empty if the loss is a mean; None before the check."""
-        self._num_flat_checks = 0
+        self.mean_check = ""
+        """Reason why the loss check was inconclusive; empty before the check, and if the loss is a mean."""
+        self.num_checks_left = MAX_FLAT_CHECKS
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
         # float64, because numbers of tokens may exceed the 24 bits of float32's mantissa.
@@ -346,7 +346,7 @@ class ExactStep(_AutomaticOptimization):
 
     def _check_mean(self, arguments: Arguments, *, is_on_all_ranks: bool = False) -> None:
         """Check that the loss is a mean over samples; do nothing if an earlier check is complete."""
-        if self.mean_check is not None:
+        if not self.num_checks_left:
             return
         size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
         count = size.num_samples(batch) or 0
@@ -362,10 +362,9 @@ class ExactStep(_AutomaticOptimization):
         name = "gradient_accumulation" if self.micro_batch_size is None else "micro_batch"
         if is_on_all_ranks:
             is_flat = bool(self._reduce(is_flat, "max"))
-        self._num_flat_checks += is_flat
-        if not is_flat or self._num_flat_checks == MAX_FLAT_CHECKS:
-            self.mean_check = found.undecided
-        if self.mean_check:
+        self.num_checks_left = self.num_checks_left - 1 if is_flat else 0
+        self.mean_check = found.undecided
+        if self.mean_check and not self.num_checks_left:
             rank_zero_info(f"callbacks/{name}: {self.mean_check}")
         if self._runner is not None:
             self._runner.warn_of_changes(found.moved)

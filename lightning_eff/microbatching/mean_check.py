@@ -54,7 +54,7 @@ class MeanCheck:
     undecided: str = ""
     """Reason why the check is inconclusive; empty if the check has a result."""
     is_flat: bool = False
-    """Whether the check is inconclusive because all parts have the same loss, as in an untrained model."""
+    """Whether the check is inconclusive because all parts have the same loss, for example 0."""
     moved: set[str] = field(default_factory=set[str])
     """Names of parameters and buffers that `training_step` changes."""
 
@@ -156,9 +156,9 @@ def _compare(
     counts = [part.num_samples for part in partition] if None in weights else weights
     of_mean = float(mean(losses, counts))
     difference, scale = abs(float(full.loss) - of_mean), max(map(abs, [float(full.loss), *losses]))
-    if None in counts or not scale or not math.isfinite(difference):
+    if None in counts or not math.isfinite(difference):
         _stop(
-            "the loss of a few samples is 0 or not finite, or they cannot be counted; a mean over targets of "
+            "the loss of a few samples is not finite, or they cannot be counted; a mean over targets of "
             "which some are ignored needs a loss_weight"
         )
     # A loss near 0 may be the difference of large terms, so its relative rounding error has no bound.

@@ -158,7 +158,7 @@ class MicroBatchRunner:
         results = self._results
         results.batch, results.batch_size = part.batch, part.num_samples
         is_full_batch = is_first and is_last
-        if not is_full_batch:
+        if is_first and not is_full_batch:
             functions.check_mean(arguments)
         before = {} if is_full_batch else logged_values(results)
         # The check of the loss runs in evaluation mode, so also compare buffers in training mode. Use the
