@@ -71,7 +71,8 @@ class GradientAccumulation(Managed):
         ConflictError: The loss is not a mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
-        ConflictWarning: An epoch has fewer batches than a step.
+        ConflictWarning: An epoch has fewer batches than a step, the last batches of an epoch are dropped, or
+            batches have several rows per sample, so the loss is not checked.
 
     Example:
         >>> accumulation = GradientAccumulation(global_batch_size=64)

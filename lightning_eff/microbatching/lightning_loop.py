@@ -352,6 +352,12 @@ class ExactStep(_AutomaticOptimization):
         count = size.num_samples(batch) or 0
         if self.micro_batch_size is None:  # no split was requested, so dimension 0 may be time
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
+            if batch_size is not None and count > batch_size:
+                text = (
+                    f"GradientAccumulation: a batch of {batch_size} samples has {count} rows, so it is not "
+                )
+                text += "checked that the loss is a mean over samples"
+                warnings.warn(text, ConflictWarning, stacklevel=2)
             count = count if batch_size in (None, count) else 0
         if is_on_all_ranks:  # forward passes may communicate, so all ranks must run the same number
             count = int(self._reduce(count, "min"))
