@@ -56,7 +56,7 @@ class MeanCheck:
     is_flat: bool = False
     """Whether the check is inconclusive because all parts have the same loss, for example 0."""
     moved: set[str] = field(default_factory=set[str])
-    """Names of parameters and buffers that `training_step` changes."""
+    """Names of parameters, buffers and numbers of the module that `training_step` changes."""
 
 
 def check_mean(
@@ -201,7 +201,7 @@ class _Untraced:
         run: Function that runs `training_step` on a part of a batch.
         module: The LightningModule whose `training_step` runs.
         device: The module's device.
-        moved: Collects the names of parameters and buffers that `training_step` changes.
+        moved: Collects the names of parameters, buffers and numbers that `training_step` changes.
     """
 
     def __init__(self, run: Run, module: pl.LightningModule, device: torch.device, moved: set[str]) -> None:
@@ -232,13 +232,16 @@ class _Untraced:
                     vars(child)["training"] = False  # `eval()` could make adapters merge their weights
                 # Attributes of the instance hide the methods, until `again` restores the instance.
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
-                buffers = buffer_versions(module)
+                buffers, attributes = buffer_versions(module), dict(vars(module))
                 # Copy the batch, because the step may change its batch in place.
                 values, build = flatten(part.batch)
                 own = build(value.clone() if isinstance(value, Tensor) else value for _, value in values)
                 output = self._run(MicroBatchPart(own, part.num_samples))
                 random_after = random_states.capture(self._device, self._generators)
                 self._moved |= changed_buffers(module, buffers)
+                numbers = {name for name, value in attributes.items() if type(value) in (int, float)}
+                # Why not `!=`: NaN is not equal to itself.
+                self._moved |= {name for name in numbers if vars(module).get(name) not in (attributes[name],)}
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():
