@@ -232,16 +232,17 @@ class _Untraced:
                     vars(child)["training"] = False  # `eval()` could make adapters merge their weights
                 # Attributes of the instance hide the methods, until `again` restores the instance.
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
-                buffers, attributes = buffer_versions(module), dict(vars(module))
+                buffers = buffer_versions(module)
+                numbers = {n: value for n, value in vars(module).items() if type(value) in (int, float)}
                 # Copy the batch, because the step may change its batch in place.
                 values, build = flatten(part.batch)
                 own = build(value.clone() if isinstance(value, Tensor) else value for _, value in values)
                 output = self._run(MicroBatchPart(own, part.num_samples))
                 random_after = random_states.capture(self._device, self._generators)
                 self._moved |= changed_buffers(module, buffers)
-                numbers = {name for name, value in attributes.items() if type(value) in (int, float)}
-                # Why not `!=`: NaN is not equal to itself.
-                self._moved |= {name for name in numbers if vars(module).get(name) not in (attributes[name],)}
+                now = vars(module)
+                # `is not`, because NaN is not equal to itself
+                self._moved |= {n for n, v in numbers.items() if now.get(n) is not v and now.get(n) != v}
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():
