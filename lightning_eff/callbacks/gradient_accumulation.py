@@ -236,6 +236,12 @@ class GradientAccumulation(Managed):
             )
             warnings.warn(text, ConflictWarning, stacklevel=2)
 
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn about batches that were dropped at the end of the last epoch."""
+        if self._loop is not None:
+            self._loop.warn_of_dropped_batches()
+
     def outcome(self) -> Outcome:
         """Report the number of batches per step, their weights, and the numbers of skipped and cut steps."""
         loop = self._loop

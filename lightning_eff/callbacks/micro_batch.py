@@ -283,6 +283,7 @@ class MicroBatch(Managed):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._loop is not None:
+            self._loop.warn_of_dropped_batches()
             self._counts_by = "; ".join(filter(None, (self._loop.mean_check, self._loop.counts_by)))
             self._uneven = self._loop.uneven.did
         if not self.is_auto and self._size is not None and not self._size.num_split:

@@ -137,9 +137,7 @@ class ExactStep(_AutomaticOptimization):
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         if not self._is_complete and self._epoch != self.trainer.current_epoch:
             self._reject_shards("a loader that ends before its length says")
-            self._is_complete = True
-            text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
-            warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
+            self.warn_of_dropped_batches()
         if self._is_complete:
             self._begin_window(kwargs)
         self._is_skipped = False
@@ -156,6 +154,13 @@ class ExactStep(_AutomaticOptimization):
             # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
             outputs["loss"] = outputs["loss"] / self._num_batches
         return outputs
+
+    def warn_of_dropped_batches(self) -> None:
+        """Warn about batches that are dropped at the end of an epoch, unless the run is stopped early."""
+        is_open, self._is_complete = not self._is_complete, True  # warn once, even if called again
+        if is_open and not self.trainer.should_stop:
+            text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
+            warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
 
     def _begin_window(self, kwargs: Arguments) -> None:
         for prepare in self.before_window:
@@ -354,9 +359,8 @@ class ExactStep(_AutomaticOptimization):
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
             if batch_size is not None and count > batch_size:
                 text = (
-                    f"GradientAccumulation: a batch of {batch_size} samples has {count} rows, so it is not "
+                    f"GradientAccumulation: {batch_size} samples have {count} rows, so the loss is unchecked"
                 )
-                text += "checked that the loss is a mean over samples"
                 warnings.warn(text, ConflictWarning, stacklevel=2)
             count = count if batch_size in (None, count) else 0
         if is_on_all_ranks:  # forward passes may communicate, so all ranks must run the same number

@@ -215,7 +215,7 @@ def test_batches_with_several_rows_per_sample_are_not_checked_with_a_warning() -
 
     loader = DataLoader(TensorDataset(*rows()), batch_size=12, collate_fn=two_views)
     trainer = make_trainer(callbacks=[GradientAccumulation(num_batches=2)], max_steps=1, accelerator="cpu")
-    with pytest.warns(ConflictWarning, match="12 samples has 24 rows"):
+    with pytest.warns(ConflictWarning, match="12 samples have 24 rows"):
         trainer.fit(Towers(info_nce), loader)
 
 
