@@ -206,7 +206,7 @@ class Contrastive(Managed):
         loop = lightning_loop.install(trainer)
         self.cleanup.callback(lightning_loop.uninstall, trainer)
         loop.micro_batch_size = self._size if self._size.is_auto else None
-        loop.mean_check = "samples are compared only within each batch of a step"
+        loop.num_checks_left, loop.mean_check = 0, "samples are compared only within each batch of a step"
         loop.around_training_step = partial(self._embedding_in_parts, pl_module)
 
     @contextmanager

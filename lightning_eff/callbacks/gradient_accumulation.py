@@ -71,7 +71,8 @@ class GradientAccumulation(Managed):
         ConflictError: The loss is not a mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
-        ConflictWarning: An epoch has fewer batches than a step.
+        ConflictWarning: An epoch has fewer batches than a step, the last batches of an epoch are dropped, or
+            batches have several rows per sample, so the loss is not checked.
 
     Example:
         >>> accumulation = GradientAccumulation(global_batch_size=64)
@@ -234,6 +235,12 @@ class GradientAccumulation(Managed):
                 f"{trainer.num_training_batches}: each epoch makes one step of those"
             )
             warnings.warn(text, ConflictWarning, stacklevel=2)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn about batches that were dropped at the end of the last epoch."""
+        if self._loop is not None:
+            self._loop.warn_of_dropped_batches()
 
     def outcome(self) -> Outcome:
         """Report the number of batches per step, their weights, and the numbers of skipped and cut steps."""

@@ -157,6 +157,9 @@ class MicroBatch(Managed):
         rules = [Rule(name=name, reason=reason, remedies=remedies) for name, reason in reasons.items()]
         batch_norm = "statistics are computed per micro-batch, so the result depends on its size"
         rules.append(Rule(name="run/batch_norm", reason=batch_norm, verdict=Verdict.WARNED))
+        hook = "it runs once per micro-batch, on an incomplete gradient"
+        remedies = ("on_before_optimizer_step, which runs once per step",)
+        rules.append(Rule(name="run/gradient_hook", reason=hook, remedies=remedies, verdict=Verdict.WARNED))
         if not self.is_auto:
             return Facts(excludes=tuple(rules))
         # With `auto`, a single rank may run out of memory, and then repeats the step without the other ranks.
@@ -281,6 +284,7 @@ class MicroBatch(Managed):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._loop is not None:
+            self._loop.warn_of_dropped_batches()
             self._counts_by = "; ".join(filter(None, (self._loop.mean_check, self._loop.counts_by)))
             self._uneven = self._loop.uneven.did
         if not self.is_auto and self._size is not None and not self._size.num_split:

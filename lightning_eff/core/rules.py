@@ -49,7 +49,7 @@ from lightning_eff.core.technique import (
     Verdict,
     name_of,
 )
-from lightning_eff.core.torch_private import batch_norm_class
+from lightning_eff.core.torch_private import batch_norm_class, has_gradient_hook
 
 _VERDICT = "lightning_eff_verdict"
 """Attribute of a Trainer with the findings, and the ids of the objects that were checked."""
@@ -258,6 +258,13 @@ def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
     named = {name or type(child).__name__: child for name, child in children.items()}
     first = next((n for n, child in named.items() if getattr(child, "gradient_checkpointing", False)), "")
     normed = next((name for name, child in children.items() if isinstance(child, batch_norm_class())), "")
+    hooks = [
+        f"{type(each).__name__}.on_after_backward"
+        for each in (module, *callbacks_of(trainer))
+        if is_overridden("on_after_backward", each)
+    ]
+    parameters = module.named_parameters()
+    hooks += [f"a hook on the gradient of {name}" for name, each in parameters if has_gradient_hook(each)]
     is_manual = not module.automatic_optimization
     takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
     return {
@@ -273,6 +280,7 @@ def _module_facts(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
         "run/dataloader_iter": (takes_iterator, "training_step(dataloader_iter)"),
         "run/model_checkpointing": (bool(first), f"the model's own gradient checkpointing ({first})"),
         "run/batch_norm": (bool(normed), f"batch norms ({normed})"),
+        "run/gradient_hook": (bool(hooks), "".join(hooks[:1])),
         "run/clipping_by_module": (
             is_overridden("configure_gradient_clipping", module),
             f"{type(module).__name__}.configure_gradient_clipping",

@@ -37,6 +37,12 @@ def real_tensors() -> AbstractContextManager[Any]:
     return torch_private("torch.utils._python_dispatch:_disable_current_modes", "computing inside a mode")()
 
 
+def has_gradient_hook(parameter: Any) -> bool:
+    """Return whether a parameter has hooks that read or replace its gradient."""
+    # The second attribute exists only after its first hook is registered.
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))  # noqa: SLF001
+
+
 def batch_norm_class() -> Any:
     """Return the base class of all batch norms, including batch norms of other libraries."""
     return torch_private("torch.nn.modules.batchnorm:_BatchNorm", "the search for batch norms")

@@ -58,7 +58,6 @@ from lightning_eff.microbatching.splitting import MicroBatchPart, num_samples
 from lightning_eff.microbatching.uneven_ranks import UnevenRanks
 from lightning_eff.microbatching.window import Window, weight_of
 
-MAX_NAMES = 12
 WITHOUT_ACCUMULATION = Remedy("~callbacks.gradient_accumulation", "remove GradientAccumulation")
 WITHOUT_MICRO_BATCH = Remedy("~callbacks.micro_batch", "remove MicroBatch")
 MAX_FLAT_CHECKS = 8
@@ -106,9 +105,9 @@ class ExactStep(_AutomaticOptimization):
         """Name of the items that `weigh` counts, for the report."""
         self.counts_by = "samples count equally"
         """Text for the report that states how the backward passes of a step are weighted."""
-        self.mean_check: str | None = None
-        """Reason why the loss check was inconclusive; empty if the loss is a mean; None before the check."""
-        self._num_flat_checks = 0
+        self.mean_check = ""
+        """Reason why the loss check was inconclusive; empty before the check, and if the loss is a mean."""
+        self.num_checks_left = MAX_FLAT_CHECKS
         self._runner: MicroBatchRunner | None = None
         strategy: Any = trainer.strategy
         # float64, because numbers of tokens may exceed the 24 bits of float32's mantissa.
@@ -138,9 +137,7 @@ class ExactStep(_AutomaticOptimization):
         epoch_loop: Any = self.trainer.fit_loop.epoch_loop
         if not self._is_complete and self._epoch != self.trainer.current_epoch:
             self._reject_shards("a loader that ends before its length says")
-            self._is_complete = True
-            text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
-            warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
+            self.warn_of_dropped_batches()
         if self._is_complete:
             self._begin_window(kwargs)
         self._is_skipped = False
@@ -157,6 +154,13 @@ class ExactStep(_AutomaticOptimization):
             # Lightning documents `outputs["loss"]` as divided by `accumulate_grad_batches`.
             outputs["loss"] = outputs["loss"] / self._num_batches
         return outputs
+
+    def warn_of_dropped_batches(self) -> None:
+        """Warn about batches that are dropped at the end of an epoch, unless the run is stopped early."""
+        is_open, self._is_complete = not self._is_complete, True  # warn once, even if called again
+        if is_open and not self.trainer.should_stop:
+            text = f"the last {self._position} batches of epoch {self._epoch} are dropped: the loader ended "
+            warnings.warn(f"{text}before its length says", ConflictWarning, stacklevel=2)
 
     def _begin_window(self, kwargs: Arguments) -> None:
         for prepare in self.before_window:
@@ -347,31 +351,33 @@ class ExactStep(_AutomaticOptimization):
 
     def _check_mean(self, arguments: Arguments, *, is_on_all_ranks: bool = False) -> None:
         """Check that the loss is a mean over samples; do nothing if an earlier check is complete."""
-        if self.mean_check is not None:
+        if not self.num_checks_left:
             return
         size, batch = self.micro_batch_size or MicroBatchSize(None, is_auto=False), arguments.get("batch")
         count = size.num_samples(batch) or 0
         if self.micro_batch_size is None:  # no split was requested, so dimension 0 may be time
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
+            if batch_size is not None and count > batch_size:
+                text = (
+                    f"GradientAccumulation: {batch_size} samples have {count} rows, so the loss is unchecked"
+                )
+                warnings.warn(text, ConflictWarning, stacklevel=2)
             count = count if batch_size in (None, count) else 0
         if is_on_all_ranks:  # forward passes may communicate, so all ranks must run the same number
             count = int(self._reduce(count, "min"))
         # A forward pass without gradients needs less memory than training, so more samples fit.
         max_samples = min(count, (size.current or count) * (2 if size.halvings else 4))
         found = self._compare_losses(arguments, size, max_samples)
-        is_first, is_flat, difference = not self._num_flat_checks, found.is_flat, found.difference
+        is_flat, difference = found.is_flat, found.difference
         name = "gradient_accumulation" if self.micro_batch_size is None else "micro_batch"
         if is_on_all_ranks:
             is_flat = bool(self._reduce(is_flat, "max"))
-        self._num_flat_checks += is_flat
-        if not is_flat or self._num_flat_checks == MAX_FLAT_CHECKS:
-            self.mean_check = found.undecided
-        if self.mean_check:
+        self.num_checks_left = self.num_checks_left - 1 if is_flat else 0
+        self.mean_check = found.undecided
+        if self.mean_check and not self.num_checks_left:
             rank_zero_info(f"callbacks/{name}: {self.mean_check}")
-        if found.moved and is_first and self.micro_batch_size is not None:
-            some = ", ".join(sorted(found.moved)[:MAX_NAMES])
-            text = f"MicroBatch: training_step changes {some}, which happens once per micro-batch now: "
-            warnings.warn(f"{text}change them in on_train_batch_end", ConflictWarning, stacklevel=2)
+        if self._runner is not None:
+            self._runner.warn_of_changes(found.moved)
         if is_on_all_ranks and self._reduce(bool(difference), "max"):
             difference = difference or "none on another rank"
         if difference:

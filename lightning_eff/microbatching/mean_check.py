@@ -5,7 +5,7 @@ then as pairs, and then as halves. The mean of the parts' losses must equal the 
 fails the check if it is a sum, or compares samples with each other (contrastive, redundancy, ranking). A mean
 over tokens fails too, unless `training_step` returns a `loss_weight`. Modules run in evaluation mode, because
 dropout and batch statistics would differ between the runs. If `training_step` itself draws random numbers,
-the check is inconclusive.
+the check detects only sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from lightning_eff.core import random_states
@@ -54,9 +54,9 @@ class MeanCheck:
     undecided: str = ""
     """Reason why the check is inconclusive; empty if the check has a result."""
     is_flat: bool = False
-    """Whether the check is inconclusive because all parts have the same loss, as in an untrained model."""
+    """Whether the check is inconclusive because all parts have the same loss, for example 0."""
     moved: set[str] = field(default_factory=set[str])
-    """Names of parameters and buffers that `training_step` changes."""
+    """Names of parameters, buffers and numbers of the module that `training_step` changes."""
 
 
 def check_mean(
@@ -105,7 +105,11 @@ def check_mean(
             of_mean, is_equal = _compare(full, partition, parts, rounding)
             if is_equal:
                 continue
-            if float(full.loss) != float(again.loss) or any(part.has_drawn for part in (full, *parts)):
+            # A sum over n parts is about n times their mean, even if random numbers differ.
+            ratios = [float(each.loss) / (of_mean or math.nan) / len(parts) for each in (full, again)]
+            is_sum = len(parts) >= 4 and all(0.8 < ratio < 1.25 for ratio in ratios)
+            is_random = float(full.loss) != float(again.loss) or any(p.has_drawn for p in (full, *parts))
+            if is_random and not is_sum:
                 _stop("training_step draws random numbers, or does not return the same loss twice")
             values = f"{float(full.loss):.4g} for a few samples, and {of_mean:.4g} on average in"
             found.difference = f"{values} {len(parts)} parts of them"
@@ -156,13 +160,28 @@ def _compare(
     counts = [part.num_samples for part in partition] if None in weights else weights
     of_mean = float(mean(losses, counts))
     difference, scale = abs(float(full.loss) - of_mean), max(map(abs, [float(full.loss), *losses]))
-    if None in counts or not scale or not math.isfinite(difference):
+    if None in counts or not math.isfinite(difference):
         _stop(
-            "the loss of a few samples is 0 or not finite, or they cannot be counted; a mean over targets of "
+            "the loss of a few samples is not finite, or they cannot be counted; a mean over targets of "
             "which some are ignored needs a loss_weight"
         )
     # A loss near 0 may be the difference of large terms, so its relative rounding error has no bound.
     return of_mean, difference <= rounding * max(scale, SMALL_LOSS)
+
+
+def buffer_versions(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Return a module's buffers by name, each with its number of in-place changes."""
+    return {name: (buffer, version(buffer)) for name, buffer in module.named_buffers()}
+
+
+def changed_buffers(module: nn.Module, before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
+    """Return the names of buffers that were changed or replaced since `buffer_versions` returned `before`."""
+    now = buffer_versions(module)
+    return {
+        name
+        for name in before.keys() & now.keys()
+        if now[name][0] is not before[name][0] or now[name][1] != before[name][1]
+    }
 
 
 @contextmanager
@@ -182,7 +201,7 @@ class _Untraced:
         run: Function that runs `training_step` on a part of a batch.
         module: The LightningModule whose `training_step` runs.
         device: The module's device.
-        moved: Collects the names of parameters and buffers that `training_step` changes.
+        moved: Collects the names of parameters, buffers and numbers that `training_step` changes.
     """
 
     def __init__(self, run: Run, module: pl.LightningModule, device: torch.device, moved: set[str]) -> None:
@@ -213,17 +232,17 @@ class _Untraced:
                     vars(child)["training"] = False  # `eval()` could make adapters merge their weights
                 # Attributes of the instance hide the methods, until `again` restores the instance.
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
-                buffers = {name: (each, version(each)) for name, each in module.named_buffers()}
+                buffers = buffer_versions(module)
+                numbers = {n: value for n, value in vars(module).items() if type(value) in (int, float)}
                 # Copy the batch, because the step may change its batch in place.
                 values, build = flatten(part.batch)
                 own = build(value.clone() if isinstance(value, Tensor) else value for _, value in values)
                 output = self._run(MicroBatchPart(own, part.num_samples))
                 random_after = random_states.capture(self._device, self._generators)
-                for name, buffer in module.named_buffers():
-                    if name in buffers and (
-                        buffer is not buffers[name][0] or version(buffer) != buffers[name][1]
-                    ):
-                        self._moved.add(name)
+                self._moved |= changed_buffers(module, buffers)
+                now = vars(module)
+                # `is not`, because NaN is not equal to itself
+                self._moved |= {n for n, v in numbers.items() if now.get(n) is not v and now.get(n) != v}
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():

@@ -20,6 +20,7 @@ These private names are from Lightning 2.6.6: `_results`, `_block_parallel_sync_
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -36,12 +37,15 @@ from lightning.pytorch.loops.utilities import (
 from torch import Tensor
 
 from lightning_eff.core.arguments import accepts
-from lightning_eff.core.errors import ConflictError
+from lightning_eff.core.errors import ConflictError, ConflictWarning
+from lightning_eff.microbatching.mean_check import buffer_versions, changed_buffers
 from lightning_eff.microbatching.oom_retry import FIXED_SIZE, MicroBatchSize, OomRetry
 from lightning_eff.microbatching.snapshot import StepSnapshot
 from lightning_eff.microbatching.splitting import MicroBatchPart, mean
 from lightning_eff.microbatching.window import Window, weight_of
 
+MAX_NAMES = 12
+"""Maximum number of names in a warning."""
 Arguments = OrderedDict[str, Any]
 """The arguments of `training_step`, by name."""
 
@@ -86,6 +90,8 @@ class MicroBatchRunner:
 
     def __init__(self, trainer: pl.Trainer, micro_batch_size: MicroBatchSize, window: Window) -> None:
         self._trainer = trainer
+        self._named: set[str] = set()  # state that a warning has named
+        self._is_compared = False  # whether a micro-batch's changes to buffers are known
         # Lightning's collection of the values logged in this epoch.
         self._results: Any = trainer._results  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         strategy: Any = trainer.strategy
@@ -130,6 +136,15 @@ class MicroBatchRunner:
         extra = merge_outputs([result.extra for result in results], parts)
         return ClosureResult(mean([result.loss for result in results], weights), extra=extra)
 
+    def warn_of_changes(self, changed: set[str]) -> None:
+        """Warn about state that changes once per micro-batch, once per name."""
+        new = sorted(changed - self._named)
+        self._named |= changed
+        if new:
+            some = ", ".join(new[:MAX_NAMES])
+            text = f"MicroBatch: training_step changes {some}, which happens once per micro-batch now: "
+            warnings.warn(f"{text}change them in on_train_batch_end", ConflictWarning, stacklevel=2)
+
     def _run_part(
         self,
         arguments: Arguments,
@@ -143,9 +158,14 @@ class MicroBatchRunner:
         results = self._results
         results.batch, results.batch_size = part.batch, part.num_samples
         is_full_batch = is_first and is_last
-        if not is_full_batch:
+        if is_first and not is_full_batch:
             functions.check_mean(arguments)
         before = {} if is_full_batch else logged_values(results)
+        # The check of the loss runs in evaluation mode, so also compare buffers in training mode. Use the
+        # second micro-batch, because DDP may broadcast buffers in the first.
+        is_compared = not (is_first or self._is_compared)
+        module = self._trainer.lightning_module
+        buffers = buffer_versions(module) if is_compared else {}
         # The strategy averages gradients over the ranks only in the last backward pass of a step.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
@@ -156,6 +176,11 @@ class MicroBatchRunner:
             if functions.backward is not None and result.closure_loss is not None:
                 functions.backward(result.closure_loss)
         result.closure_loss = None  # frees the graph
+        if is_compared:
+            self._is_compared = True
+            # The rule about batch norms reports their counters.
+            changed = changed_buffers(module, buffers)
+            self.warn_of_changes({name for name in changed if not name.endswith("num_batches_tracked")})
         if self.retry.replica is not None:
             reject_step_sync(results)
         return result, before, {} if is_full_batch else logged_values(results)

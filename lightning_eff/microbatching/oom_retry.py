@@ -319,6 +319,7 @@ class OomRetry:
         Raises:
             ConfigError: The batch has no countable samples.
             MemoryError: Not even one sample fits.
+            RuntimeError: `training_step` changes its batch in place.
         """
         count = self._size.num_samples(batch) or 0
         if self.replica is not None:
@@ -326,8 +327,12 @@ class OomRetry:
         if not count:
             raise ConfigError(key="find", value=True, allowed="false, or a batch with countable samples")
         self._size.tried.clear()
+        versions = _versions(batch)
         fits = functools.partial(self._fits, batch=batch, run_part=run_part, optimizer=optimizer)
         self._size.current = find_size(fits, max_size=count)
+        if _versions(batch) != versions:
+            text = "find=True, and training_step changes its batch in place, so it cannot be run again"
+            raise RuntimeError(f"{text}: change a copy")
 
     def _fits(
         self, size: int, *, batch: Any, run_part: Callable[[MicroBatchPart], None], optimizer: Optimizer

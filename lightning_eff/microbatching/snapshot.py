@@ -61,7 +61,8 @@ class StepSnapshot:
         """Copy the current state."""
         modules = list(self._module.modules())
         # Read from `_buffers`, which includes the buffers that are None.
-        self._registered = [(vars(module)["_buffers"], dict(vars(module)["_buffers"])) for module in modules]
+        held = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+        self._registered = [(vars(each)["_buffers"], dict(vars(each)["_buffers"])) for each in held]
         self._copies: list[tuple[Tensor, Tensor]] = []
         # Name, tensor and count of in-place changes.
         self._unchanged: list[tuple[str, Tensor, int]] = []

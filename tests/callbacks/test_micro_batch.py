@@ -116,20 +116,22 @@ def test_an_update_that_fails_twice_changes_no_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "find"),
     [
-        lambda model, _: model.second.bias.requires_grad_(False).mul_(0.9),
-        lambda _, batch: batch["x"].mul_(2.0),
+        (lambda model, _: model.second.bias.requires_grad_(False).mul_(0.9), False),
+        (lambda _, batch: batch["x"].mul_(2.0), False),
+        (lambda _, batch: batch["x"].mul_(2.0), True),
     ],
 )
-def test_a_retry_after_changes_that_cannot_be_undone_is_an_error(change: Any) -> None:
+def test_a_retry_after_changes_that_cannot_be_undone_is_an_error(change: Any, find: bool) -> None:
     class Changes(StatefulModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             change(self, batch)
             return super().training_step(batch, batch_idx)
 
+    fault = Fault() if find else Fault("forward", at=3)
     with pytest.raises(RuntimeError, match="training_step changes"):
-        fit(Changes(Fault("forward", at=3)), MicroBatch(), loader=data())
+        fit(Changes(fault), MicroBatch(find=find), loader=data())
 
 
 def test_an_unsplittable_batch_runs_unchanged_while_it_fits() -> None:

@@ -54,6 +54,10 @@ def total(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     return (a - b).square().sum()
 
 
+def noisy_total(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    return (a + 0.1 * torch.randn_like(a) - b).square().sum()
+
+
 def class_weighted(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(a, y, weight=CLASS_WEIGHTS.to(a.dtype))
 
@@ -91,17 +95,20 @@ class Towers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def rows() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(24, 6), torch.randn(24, 5), torch.randint(0, 4, (24,))
+
+
 def fit(model: pl.LightningModule, callback: Any, batch_size: int = 12, **keywords: Any) -> str:
     """Train one step; return the callback's report."""
-    torch.manual_seed(1)
-    rows = torch.randn(24, 6), torch.randn(24, 5), torch.randint(0, 4, (24,))
     keywords = {"max_steps": 1, "accelerator": "cpu"} | keywords
-    loader = DataLoader(TensorDataset(*rows), batch_size=batch_size)
+    loader = DataLoader(TensorDataset(*rows()), batch_size=batch_size)
     make_trainer(callbacks=[callback], **keywords).fit(model, loader)
     return callback.outcome().did
 
 
-@pytest.mark.parametrize("loss", [info_nce, ranking, total, class_weighted])
+@pytest.mark.parametrize("loss", [info_nce, ranking, total, noisy_total, class_weighted])
 def test_a_loss_that_is_not_a_mean_is_rejected(loss: Loss) -> None:
     model = Towers(loss)
     before = copy.deepcopy(model.state_dict())
@@ -111,13 +118,19 @@ def test_a_loss_that_is_not_a_mean_is_rejected(loss: Loss) -> None:
     assert is_equal(model.state_dict(), before)
 
 
-def test_a_loss_that_is_equal_for_all_parts_at_first_is_checked_again() -> None:
-    model = Towers(order)
+def zero_at_first(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """Return 0 for the first batch, like a triplet loss of samples without a positive pair."""
+    return (a - b).square().sum() if a.abs().sum() else a.sum()
+
+
+@pytest.mark.parametrize(("loss", "size"), [(order, 4), (zero_at_first, 1)])
+def test_a_loss_that_is_equal_for_all_parts_at_first_is_checked_again(loss: Loss, size: int) -> None:
+    model = Towers(loss)
     model.a = nn.Linear(6, 4, bias=False)
     nn.init.zeros_(model.a.weight)
-    assert "not checked" not in fit(copy.deepcopy(model), MicroBatch(micro_batch_size=4))
+    assert "have the same loss" in fit(copy.deepcopy(model), MicroBatch(micro_batch_size=size))
     with pytest.raises(ConflictError, match="mean over samples"):
-        fit(model, MicroBatch(micro_batch_size=4), max_steps=2)
+        fit(model, MicroBatch(micro_batch_size=size), max_steps=2)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +138,8 @@ def test_a_loss_that_is_equal_for_all_parts_at_first_is_checked_again() -> None:
     [(with_decay, "bf16-true"), (declared, "32-true"), (critic, "bf16-mixed"), (critic, "32-true")],
 )
 def test_a_mean_is_trained(loss: Loss, precision: str) -> None:
-    assert "not checked" not in fit(Towers(loss), MicroBatch(micro_batch_size=4), precision=precision)
+    did = fit(Towers(loss), MicroBatch(micro_batch_size=4), precision=precision)
+    assert ("have the same loss" in did) == (loss is critic)
 
 
 def test_a_contrastive_loss_is_rejected_in_low_precision_too() -> None:
@@ -177,7 +191,7 @@ def evaluation_fails(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     [
         (lambda a, b, y: F.mse_loss(a + torch.randn_like(a), b), "random"),
         (lambda a, b, y: F.mse_loss(a, b) * float(HIDDEN.random()), "random"),
-        (lambda a, b, y: (a - 1e3).relu().mean(), "is 0"),
+        (lambda a, b, y: (a - 1e3).relu().mean(), "the same loss"),
         (evaluation_fails, "KeyError"),
     ],
 )
@@ -193,6 +207,16 @@ def test_single_samples_and_batch_norms_without_statistics_are_not_checked() -> 
     assert "single sample" in fit(model, GradientAccumulation(num_batches=2), batch_size=1)
     model.a = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False))
     assert "running statistics" in fit(model, MicroBatch(micro_batch_size=4))
+
+
+def test_batches_with_several_rows_per_sample_are_not_checked_with_a_warning() -> None:
+    def two_views(samples: Any) -> Any:
+        return [torch.cat([rows, rows]) for rows in torch.utils.data.default_collate(samples)]
+
+    loader = DataLoader(TensorDataset(*rows()), batch_size=12, collate_fn=two_views)
+    trainer = make_trainer(callbacks=[GradientAccumulation(num_batches=2)], max_steps=1, accelerator="cpu")
+    with pytest.warns(ConflictWarning, match="12 samples have 24 rows"):
+        trainer.fit(Towers(info_nce), loader)
 
 
 def test_an_out_of_memory_error_with_a_loss_that_is_not_a_mean_ends_with_both_reasons() -> None:
@@ -286,6 +310,24 @@ def test_state_that_changes_once_per_micro_batch_is_named() -> None:
     model = Towers(lambda a, b, y: F.mse_loss(a, b) + 0 * model.queue.add_(1).sum())
     model.register_buffer("queue", torch.zeros(2))
     with pytest.warns(ConflictWarning, match="changes queue, "):
+        fit(model, MicroBatch(micro_batch_size=4))
+    model = StepsItself(lambda model: setattr(model, "limit", model.limit - 1))
+    with pytest.warns(ConflictWarning, match="changes limit, "):
+        fit(model, MicroBatch(micro_batch_size=4))
+    model = Towers(lambda a, b, y: F.mse_loss(a, b))
+    nn.utils.parametrizations.spectral_norm(model.b)  # changes its buffers in training mode only
+    with pytest.warns(ConflictWarning, match=r"changes b\.parametrizations\.weight\.0\._u, \S*_v, which"):
+        fit(model, MicroBatch(micro_batch_size=4))
+
+
+def test_hooks_that_run_on_incomplete_gradients_are_named() -> None:
+    model = Towers(lambda a, b, y: F.mse_loss(a, b))
+    model.b.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    with pytest.warns(ConflictWarning, match=r"gradient of b\.weight: it runs once per micro-batch"):
+        fit(model, MicroBatch(micro_batch_size=4))
+    model = Towers(lambda a, b, y: F.mse_loss(a, b))
+    model.on_after_backward = lambda: None
+    with pytest.warns(ConflictWarning, match=r"Towers\.on_after_backward: it runs once per micro-batch"):
         fit(model, MicroBatch(micro_batch_size=4))
 
 

@@ -90,6 +90,17 @@ def test_everything_is_restored_as_often_as_requested() -> None:
         assert model.table is table
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_buffers_of_a_scripted_module_are_restored() -> None:
+    model = torch.jit.script(nn.BatchNorm1d(2))
+    expected = copy.deepcopy(model.state_dict())
+    snapshot = StepSnapshot(model, CPU)
+    snapshot.keep()
+    model(torch.rand(4, 2))
+    snapshot.restore()
+    assert is_equal(dict(model.state_dict()), dict(expected))
+
+
 @pytest.mark.parametrize("name", ["wide", "plain"])
 def test_a_change_to_a_tensor_that_is_not_copied_is_an_error(name: str) -> None:
     model = Model()

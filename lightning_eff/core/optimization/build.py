@@ -141,7 +141,8 @@ def _groups_of(own: Optimizer) -> list[dict[str, Any]]:
         kept = {"params": group["params"]}
         if base and rate != base:
             kept["lr_fraction"] = rate / base
-        if own.defaults.get("weight_decay"):  # else a group's 0.0 excludes no parameter
+        # If nothing has a weight decay, a group's 0.0 excludes no parameter.
+        if any(each.get("weight_decay") for each in (own.defaults, *own.param_groups)):
             kept["weight_decay"] = group.get("weight_decay")
         groups.append(kept)
     return groups

@@ -7,7 +7,6 @@ errors, or silently train something else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_eff.core.errors import TO_DDP, TO_FSDP2, TO_ZERO, ConflictError, Remedy
 from lightning_eff.core.shards import full_shape
 from lightning_eff.core.technique import Rule
+from lightning_eff.core.torch_private import has_gradient_hook
 
 FSDP2 = "strategy/fsdp2"
 ZERO = "strategy/deepspeed_zero"
@@ -59,8 +59,7 @@ def check_parameters(strategy: str, model: nn.Module) -> None:
 def check_hooks(model: nn.Module) -> None:
     """Reject hooks on parameters, because FSDP2 replaces the parameters and would never call the hooks."""
     for name, parameter in model.named_parameters():
-        hooked: Any = parameter
-        if hooked._backward_hooks or getattr(hooked, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
+        if has_gradient_hook(parameter):
             raise conflict(
                 FSDP2,
                 f"{name} has a hook on its gradient, which would never run: FSDP2 replaces parameters",

@@ -50,12 +50,18 @@ def no_decay(model: Net) -> Any:
     return torch.optim.AdamW(groups, weight_decay=0.1)
 
 
+def no_decay_by_default(model: Net) -> Any:
+    groups = [{"params": [model.first.weight]}, {"params": [model.second.weight], "weight_decay": 0.1}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("own", "factory", "key", "expected"),
     [
         (shares, ADAMW, "lr", [1.0, 1.0, 4.0, 4.0]),
         (no_default_rate, functools.partial(torch.optim.SGD, lr=0.1), "lr", [0.01, 0.01, 0.1, 0.1]),
         (no_decay, ADAMW, "weight_decay", [0.0, 0.5]),
+        (no_decay_by_default, ADAMW, "weight_decay", [0.0, 0.5]),
     ],
 )
 def test_a_modules_own_groups_keep_their_shares_and_what_they_leave_out(
