@@ -293,7 +293,7 @@ class LateProjection:
         if vars(self.module).get("forward") != self._in_forward:
             return "its replaced forward"
         functorch: Any = torch._C._functorch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+        is_traced = torch.jit.is_tracing() or torch.compiler.is_exporting()  # pyright: ignore[reportPrivateImportUsage]
         is_traced |= functorch.peek_interpreter_stack() is not None
         if is_traced or not x.is_floating_point() or not x.ndim:
             return "an export, or a transform of torch.func"  # which need a tensor with values

@@ -139,6 +139,7 @@ class PeftAdapter(Managed):
     Warns:
         LittleReachedWarning: `all-linear` reaches only a small fraction of the weights, for example only the
             head of a CNN.
+        NoEffectWarning: No optimizer's `step` ran, so no gradient was checked.
 
     Example:
         >>> callback = PeftAdapter(target_modules=["q_proj", "v_proj"], options={"r": 16, "use_rslora": True})
