@@ -117,7 +117,8 @@ class AutoPrecision(Precision):
 
     Warns:
         SlowPathWarning: The device emulates the format.
-        NoEffectWarning: No layer of the model is cast, or TF32 is requested without CUDA.
+        NoEffectWarning: No layer of the model is cast (autocast casts no float64), or TF32 is requested
+            without CUDA.
 
     Example:
         >>> trainer = pl.Trainer(
@@ -221,14 +222,16 @@ class AutoPrecision(Precision):
         if dtype == torch.float32:
             return module
         is_true = self.precision.endswith("-true")  # then all layers with parameters are cast
+        # Autocast leaves products in float64 unchanged.
         self._cast_layers = {
             name: type(layer).__name__
             for name, layer in module.named_modules()
-            if isinstance(layer, CAST_LAYERS)
+            if (isinstance(layer, CAST_LAYERS) and all(p.dtype != torch.float64 for p in layer.parameters()))
             or (is_true and next(layer.parameters(recurse=False), None) is not None)
         }
         if not self._cast_layers:
             text = f"precision={self.precision!r} has no effect: no linear, convolution or recurrent layer"
+            text += ", except in float64" * any(p.dtype == torch.float64 for p in module.parameters())
             warnings.warn(text, NoEffectWarning, stacklevel=2)
         return module
 
