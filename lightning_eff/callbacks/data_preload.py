@@ -310,10 +310,10 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
         keywords |= {"sampler": [index for index, *_ in indices], "batch_size": None}
     else:
         keywords["batch_sampler"] = indices
-    trial = Trial(DataLoader(loader.dataset, **keywords), budget_s)
+    trial: Any = Trial(DataLoader(loader.dataset, **keywords), budget_s)
     if not count:
         # Loading could open a file or change the dataset, so this trial runs in another process too.
-        own = {"batch_size": None, "collate_fn": tuple, "num_workers": 1, "timeout": WORKER_TIMEOUT_S}
+        own: Any = {"batch_size": None, "collate_fn": tuple, "num_workers": 1, "timeout": WORKER_TIMEOUT_S}
         trial = DataLoader(trial, multiprocessing_context=loader.multiprocessing_context, **own)
     *first, seconds = (value for (value,) in trial)
     return first[:NUM_BATCHES], seconds
@@ -328,7 +328,7 @@ class Trial(IterableDataset[tuple[Any]]):
     @override
     def __iter__(self) -> Iterator[tuple[Any]]:
         # Without this, torch 2.13 collates into shared memory, which takes longer than in the main process.
-        worker._worker_info = None  # noqa: SLF001
+        worker._worker_info = None  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
         batches, count = iter(self.loader), max(1, self.loader.num_workers)
         # Wait for one batch from each worker, so that the timing excludes the start of workers.
         yield from ((batch,) for batch in itertools.islice(batches, max(NUM_BATCHES, count)))
