@@ -50,6 +50,7 @@ SOURCES = [
     ("torch._utils:_take_tensors", "size_limit"),
     ("lightning.pytorch.strategies:DDPStrategy.setup", "_layer_sync"),
     ("torch.utils.data:dataloader", "random_(generator=loader.generator)"),
+    ("torch.utils.data._utils.worker:get_worker_info", "return _worker_info"),
     ("torch.nn:Module._apply", "Couldn't swap"),  # why we replace it
     (DEEPSPEED, "_setup_model_and_optimizer"),
     (DEEPSPEED, "_init_optimizers"),

@@ -76,7 +76,7 @@ from lightning_eff.core.shards import is_sharded
 from lightning_eff.core.technique import Facts, Outcome, Rule, Verdict
 from lightning_eff.microbatching import lightning_loop, splitting
 from lightning_eff.microbatching.mean_check import MAX_SAMPLES, check_mean
-from lightning_eff.microbatching.micro_batch_runner import logged_values, merge_logged
+from lightning_eff.microbatching.micro_batch_runner import MAX_NAMES, logged_values, merge_logged
 from lightning_eff.microbatching.oom_retry import MicroBatchSize, kept_names
 from lightning_eff.microbatching.splitting import MicroBatchPart, Splitter
 
@@ -317,7 +317,7 @@ class Contrastive(Managed):
                 "would get other embeddings: compare samples in similarity_loss"
             )
         if found.moved:
-            some = ", ".join(sorted(found.moved)[: lightning_loop.MAX_NAMES])
+            some = ", ".join(sorted(found.moved)[:MAX_NAMES])
             text = f"Contrastive: embed changes {some}, which happens once per micro-batch now: "
             warnings.warn(f"{text}change them in on_train_batch_end", ConflictWarning, stacklevel=2)
         if found.undecided:

@@ -40,7 +40,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils import worker
 from typing_extensions import override
 
 from lightning_eff.core import dataloaders
@@ -48,6 +47,7 @@ from lightning_eff.core.arguments import Count, CountOrZero, Positive, check_arg
 from lightning_eff.core.machine import num_cores
 from lightning_eff.core.managed import Managed
 from lightning_eff.core.technique import Outcome, Try
+from lightning_eff.core.torch_private import torch_private
 from lightning_eff.report.advice import Observed, Suggestion
 from lightning_eff.report.live_bytes import tensors_in
 
@@ -310,10 +310,10 @@ def _trial(loader: DataLoader[Any], count: int, size: int, budget_s: float) -> t
         keywords |= {"sampler": [index for index, *_ in indices], "batch_size": None}
     else:
         keywords["batch_sampler"] = indices
-    trial = Trial(DataLoader(loader.dataset, **keywords), budget_s)
+    trial: Any = Trial(DataLoader(loader.dataset, **keywords), budget_s)
     if not count:
         # Loading could open a file or change the dataset, so this trial runs in another process too.
-        own = {"batch_size": None, "collate_fn": tuple, "num_workers": 1, "timeout": WORKER_TIMEOUT_S}
+        own: Any = {"batch_size": None, "collate_fn": tuple, "num_workers": 1, "timeout": WORKER_TIMEOUT_S}
         trial = DataLoader(trial, multiprocessing_context=loader.multiprocessing_context, **own)
     *first, seconds = (value for (value,) in trial)
     return first[:NUM_BATCHES], seconds
@@ -328,7 +328,7 @@ class Trial(IterableDataset[tuple[Any]]):
     @override
     def __iter__(self) -> Iterator[tuple[Any]]:
         # Without this, torch 2.13 collates into shared memory, which takes longer than in the main process.
-        worker._worker_info = None  # noqa: SLF001
+        torch_private("torch.utils.data._utils:worker", "DataPreload")._worker_info = None  # noqa: SLF001
         batches, count = iter(self.loader), max(1, self.loader.num_workers)
         # Wait for one batch from each worker, so that the timing excludes the start of workers.
         yield from ((batch,) for batch in itertools.islice(batches, max(NUM_BATCHES, count)))
