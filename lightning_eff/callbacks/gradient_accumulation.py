@@ -71,8 +71,7 @@ class GradientAccumulation(Managed):
         ConflictError: The loss is not a mean over samples, or `training_step` calls `optimizer.step()`.
 
     Warns:
-        ConflictWarning: An epoch has fewer batches than a step, the last batches of an epoch are dropped, or
-            batches have several rows per sample, so the loss is not checked.
+        ConflictWarning: An epoch has fewer batches than a step, or the last batches of an epoch are dropped.
 
     Example:
         >>> accumulation = GradientAccumulation(global_batch_size=64)

@@ -192,9 +192,9 @@ class PeftAdapter(Managed):
         return Facts(provides=(TRANSFORM, NEW_PARAMETERS), excludes=CONFLICTS)
 
     def join_prediction(self, gpu: object) -> bool:
-        """Skip loading the base, since fake tensors have no values."""
+        """Neither load the base nor compute its fingerprint, since fake tensors have no values."""
         del gpu
-        self.base_checkpoint = None
+        self.base_checkpoint, self.save_base = None, True
         return True
 
     def trainable_modules(self, model: nn.Module, names: Iterable[str]) -> set[str]:

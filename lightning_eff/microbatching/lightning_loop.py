@@ -357,11 +357,6 @@ class ExactStep(_AutomaticOptimization):
         count = size.num_samples(batch) or 0
         if self.micro_batch_size is None:  # no split was requested, so dimension 0 may be time
             batch_size = getattr(self.trainer.train_dataloader, "batch_size", None)
-            if batch_size is not None and count > batch_size:
-                text = (
-                    f"GradientAccumulation: {batch_size} samples have {count} rows, so the loss is unchecked"
-                )
-                warnings.warn(text, ConflictWarning, stacklevel=2)
             count = count if batch_size in (None, count) else 0
         if is_on_all_ranks:  # forward passes may communicate, so all ranks must run the same number
             count = int(self._reduce(count, "min"))

@@ -94,7 +94,9 @@ def test_a_batch_of_nan_leaves_no_trace(kind: str, clip: float | None) -> None:
     assert [row["batches"] for row in skip.outcome().numbers["skipped"]] == [[0, 0], [3, 3], [4, 4]]
 
 
-@pytest.mark.filterwarnings("ignore:callbacks/micro_batch with batch norms")
+@pytest.mark.filterwarnings(
+    "ignore:callbacks/micro_batch with batch norms", "ignore:MicroBatch. training_step changes num_calls"
+)
 def test_all_batches_of_a_step_are_skipped() -> None:
     parts = (MicroBatch(micro_batch_size=2), GradientAccumulation(num_batches=2))
     for technique in parts:

@@ -95,15 +95,12 @@ class Towers(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def rows() -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(24, 6), torch.randn(24, 5), torch.randint(0, 4, (24,))
-
-
 def fit(model: pl.LightningModule, callback: Any, batch_size: int = 12, **keywords: Any) -> str:
     """Train one step; return the callback's report."""
+    torch.manual_seed(1)
+    rows = torch.randn(24, 6), torch.randn(24, 5), torch.randint(0, 4, (24,))
     keywords = {"max_steps": 1, "accelerator": "cpu"} | keywords
-    loader = DataLoader(TensorDataset(*rows()), batch_size=batch_size)
+    loader = DataLoader(TensorDataset(*rows), batch_size=batch_size)
     make_trainer(callbacks=[callback], **keywords).fit(model, loader)
     return callback.outcome().did
 
@@ -207,16 +204,6 @@ def test_single_samples_and_batch_norms_without_statistics_are_not_checked() -> 
     assert "single sample" in fit(model, GradientAccumulation(num_batches=2), batch_size=1)
     model.a = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, track_running_stats=False))
     assert "running statistics" in fit(model, MicroBatch(micro_batch_size=4))
-
-
-def test_batches_with_several_rows_per_sample_are_not_checked_with_a_warning() -> None:
-    def two_views(samples: Any) -> Any:
-        return [torch.cat([rows, rows]) for rows in torch.utils.data.default_collate(samples)]
-
-    loader = DataLoader(TensorDataset(*rows()), batch_size=12, collate_fn=two_views)
-    trainer = make_trainer(callbacks=[GradientAccumulation(num_batches=2)], max_steps=1, accelerator="cpu")
-    with pytest.warns(ConflictWarning, match="12 samples have 24 rows"):
-        trainer.fit(Towers(info_nce), loader)
 
 
 def test_an_out_of_memory_error_with_a_loss_that_is_not_a_mean_ends_with_both_reasons() -> None:
