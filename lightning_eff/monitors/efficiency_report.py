@@ -63,6 +63,8 @@ from lightning_eff.report.live_bytes import state_bytes
 from lightning_eff.report.logged import LoggedFigures
 from lightning_eff.report.meter import Meter
 
+INTERRUPTED = "interrupted"
+
 
 class EfficiencyReport(pl.Callback):
     """Report the effect of a run's techniques and the cost of the run.
@@ -231,7 +233,7 @@ class EfficiencyReport(pl.Callback):
             return
         meter, strategy = self.meter, trainer.strategy
         # A run that was stopped from outside did not fail.
-        stops = {KeyboardInterrupt: "interrupted", SIGTERMException: "terminated by SIGTERM"}
+        stops = {KeyboardInterrupt: INTERRUPTED, SIGTERMException: "terminated by SIGTERM"}
         stop = next((text for kind, text in stops.items() if isinstance(exception, kind)), "")
         reason = stop or hide_secrets(f"{type(exception).__name__}: {exception}".splitlines()[0])
         # Write the snapshot before anything else allocates or frees memory.
@@ -289,7 +291,8 @@ class EfficiencyReport(pl.Callback):
         }
         self.report = json_safe(findings)
         self._write(trainer)
-        if status == "finished" and trainer.is_global_zero:
+        # SIGTERM leaves a process too little time for advice.
+        if (status == "finished" or reason == INTERRUPTED) and trainer.is_global_zero:
             run = Observed(
                 trainer=trainer,
                 recorder=meter.recorder if meter.probe.num_batches else None,

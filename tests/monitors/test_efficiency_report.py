@@ -72,12 +72,22 @@ def test_figures_are_counted_exactly(net: Callable[..., Net], tmp_path: Path) ->
 
 
 class Fails(Net):
-    error: type[Exception] = RuntimeError
+    error: type[BaseException] = RuntimeError
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == 5:
             raise self.error("the label is missing")
         return super().training_step(batch, batch_idx)
+
+
+def test_an_interrupted_run_has_advice(tmp_path: Path) -> None:
+    model = Fails()
+    model.error = KeyboardInterrupt
+    with pytest.raises(SystemExit):
+        fit(model, tmp_path)
+    report = json.loads((tmp_path / LEDGER_FILE).read_text())
+    assert (report["status"], report["reason"]) == ("stopped", "interrupted")
+    assert "callbacks/micro_batch" in [row["technique"] for row in report["advice"]]
 
 
 @pytest.mark.parametrize("fails", [True, False])
