@@ -98,11 +98,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "strategy", "fault"),
     [
-        ("own", "ddp", "raise:1:step"),
-        ("own", "deepspeed_zero", "raise:1:step"),
-        ("own", "fsdp2", "raise:0:step"),
         ("own", "ddp", "kill:1:step"),
-        ("own", "fsdp2", "kill:0:step"),
         ("own", "deepspeed_zero", "raise:0:data"),
         ("own", "fsdp2", "raise:1:build"),
         ("torchrun", "fsdp2", "raise:1:step"),
@@ -149,7 +145,6 @@ def assert_stopped(lines: list[str], *, is_printed: bool = True) -> None:
     [
         ("own", "ddp", "SIGTERM:1:step", 143),
         ("own", "ddp", "SIGUSR1:1:step", 138),
-        ("own", "deepspeed_zero", "SIGTERM:0:step", 143),
         ("own", "fsdp2", "SIGINT:1:step", 130),
         ("torchrun", "fsdp2", "SIGTERM:1:step", 1),  # torchrun has its own code
     ],
@@ -183,8 +178,8 @@ def test_a_signal_to_the_command_stops_all_ranks(number: int) -> None:
 @pytest.mark.parametrize(
     ("launcher", "recipe"),
     [
-        *(("own", recipe) for recipe in ("baseline", "zero2", "zero3_offload", "fsdp2")),
-        *(("torchrun", recipe) for recipe in ("zero2", "fsdp2")),
+        *(("own", recipe) for recipe in ("baseline", "zero3_offload", "fsdp2")),
+        ("torchrun", "zero2"),
     ],
 )
 def test_ranks_share_one_folder_and_one_terminal(launcher: str, recipe: str, tiny: list[str]) -> None:
