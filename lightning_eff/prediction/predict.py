@@ -28,7 +28,6 @@ from typing_extensions import override
 from lightning_eff.core.errors import LittleReachedWarning, root_cause_line
 from lightning_eff.kernels import devices
 from lightning_eff.kernels.devices import DEVICES, Device
-from lightning_eff.microbatching.lightning_loop import ExactStep
 from lightning_eff.prediction.cuda_operators import CudaOperators
 from lightning_eff.prediction.fakes import FakeLoader, Fakes
 from lightning_eff.report.attention import AttentionRow
@@ -46,8 +45,7 @@ OBSERVERS = (
 LONGEST_WINDOW = 2
 """Maximum number of batches per predicted step. During the first batch there are no gradients yet. During the
 last batch gradients exist, and the optimizer steps after it. All batches in between need the same memory as
-the last batch. The first step has a single batch, because this step serves to allocate the optimizer's state.
-"""
+the last batch."""
 MONITORS = "lightning_eff.monitors."
 """Package of this suite's callbacks that only observe."""
 
@@ -295,22 +293,13 @@ class _Record(pl.Callback):
     probe: Probe
     keeps_batches: bool
     """Whether a technique holds all batches until the end of a step, so that no batch may be left out."""
-    window: int = 0
-    """Batches per step in the real run."""
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self.keeps_batches:
-            self.window = self.window or trainer.accumulate_grad_batches
-            # The first step has one batch if the loop is `ExactStep` in an epoch of more than two batches.
-            # Lightning's loop counts batches from the start of the epoch, so a short first step would also
-            # shorten the second step. The end of an epoch of two batches would shorten the second step too.
-            loop = trainer.fit_loop.epoch_loop.automatic_optimization
-            is_free = isinstance(loop, ExactStep) and trainer.num_training_batches > LONGEST_WINDOW
-            is_short = is_free and trainer.global_step == 0
-            trainer.accumulate_grad_batches = min(self.window, 1 if is_short else LONGEST_WINDOW)
+            trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, LONGEST_WINDOW)
         self.probe.begin(batch, pl_module, trainer.optimizers)
 
     @override

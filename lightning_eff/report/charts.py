@@ -55,7 +55,7 @@ class Scale:
         self._low, self._high, self._begin, self._end = ordered[0], ordered[-1], begin, end
         largest = max(abs(self._low), abs(self._high))
         if self._high - self._low <= max(1e-12 * largest, 1e-300):  # ticks would be indistinguishable
-            self._high += largest or 1.0
+            self._high += largest if largest > 1e-300 else 1.0
         # The tick distance is 1, 2 or 5 times a power of ten, so that there are about NUM_TICKS ticks.
         least = (self._high - self._low) / NUM_TICKS
         power = 10.0 ** math.floor(math.log10(least))

@@ -58,4 +58,4 @@ def test_a_gan_on_two_ranks_trains_and_resumes_bit_equal_to_one_device(tmp_path:
         assert is_equal(found[f"{name} whole"], dict(alone.state_dict())), name
         assert is_equal(found[f"{name} resumed"], found[f"{name} whole"]), name
         assert not is_equal(found[f"{name} stopped"], found[f"{name} whole"]), name
-    assert "optimizers: 2" in found["zero"]
+    assert "manual optimization" in found["zero"]
