@@ -83,6 +83,7 @@ def test_a_search_gets_the_last_value_of_each_run_or_the_error_of_a_failed_run(
     assert shown == [line.split()[:2] for line in out.splitlines()]
 
 
+@pytest.mark.slow
 def test_each_job_of_a_sweep_trains_on_one_device_with_ddp(tiny: list[str]) -> None:
     """In its own process, since Lightning's process group outlives the runs."""
     words = ["train", "baseline", *tiny, "strategy=ddp", "-m", "seed=1,2"]
