@@ -105,11 +105,8 @@ def check_mean(
             of_mean, is_equal = _compare(full, partition, parts, rounding)
             if is_equal:
                 continue
-            # A sum over n parts is about n times their mean, even if random numbers differ.
-            ratios = [float(each.loss) / (of_mean or math.nan) / len(parts) for each in (full, again)]
-            is_sum = len(parts) >= 4 and all(0.8 < ratio < 1.25 for ratio in ratios)
             is_random = float(full.loss) != float(again.loss) or any(p.has_drawn for p in (full, *parts))
-            if is_random and not is_sum:
+            if is_random and not _is_sum([float(full.loss), float(again.loss)], of_mean, len(parts)):
                 _stop("training_step draws random numbers, or does not return the same loss twice")
             values = f"{float(full.loss):.4g} for a few samples, and {of_mean:.4g} on average in"
             found.difference = f"{values} {len(parts)} parts of them"
@@ -123,6 +120,15 @@ def check_mean(
         cause = str(error) if isinstance(error, _UndecidedError) else root_cause_line(error)
         found.undecided = f"not checked that the loss is a mean over samples: {cause}"
     return found
+
+
+def _is_sum(losses: Sequence[float], of_mean: float, num_parts: int) -> bool:
+    """Return whether losses are about as many times the mean of the parts' losses as there are parts.
+
+    The tolerance of a quarter allows for random numbers that differ between the runs.
+    """
+    ratios = [loss / (of_mean or math.nan) / num_parts for loss in losses]
+    return num_parts >= 4 and all(0.8 < ratio < 1.25 for ratio in ratios)
 
 
 def _rounding(dtypes: set[torch.dtype], device: torch.device) -> float:

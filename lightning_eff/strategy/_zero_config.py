@@ -277,7 +277,7 @@ def check_module(module: nn.Module, config: Mapping[str, Any], precision: str, *
     if is_trained and any(hasattr(p, name) for p in module.parameters() for name in attributes):
         problem = f"{type(module).__name__} was trained before, and stages 2 and 3 train a model only once"
         raise conflict(
-            ZERO, problem, "build the model anew for each fit; ckpt_path= loads trained weights", TO_FSDP2
+            ZERO, problem, "build a new model for each fit; ckpt_path= loads trained weights", TO_FSDP2
         )
     # Stage 3 gathers weights in module hooks, which a compiled graph would trace.
     compiled = next((name for name, child in module.named_modules() if hasattr(child, checks.WRAPPED)), None)
