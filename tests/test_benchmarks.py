@@ -21,7 +21,7 @@ SMALLEST = {
     "bf16_rounding": ["--small", "--seeds", "1", "--folder", "{folder}"],
     "compile_cache": ["--starts", "2", "model.num_layers=2", "model.d_model=32"],
     "contrastive": ["--rounds", "1", "--batches", "40"],
-    "data_preload": ["--repeats", "1", "--length", "16"],
+    "data_preload": ["--repeats", "1", "--length", "16", "--epochs", "1"],
     "float8": ["--steps", "1", "model.num_layers=2", "model.d_model=32", "data.batch_size=1"],
     "host_time": ["--rounds", "1"],
     "exact_stack": ["--small", "--steps", "1"],

@@ -9,7 +9,7 @@ Why no thread that fetches ahead: its samples would change the random numbers th
 
 Saves: the time spent waiting for data, which the report shows as a fraction of the run.
 Costs: host memory for each worker, and device memory for batches that were copied early. Measuring takes a
-    few seconds at the start, but at most a twentieth of an epoch's loading time. With a fixed number such as
+    few seconds at the start, but at most a twentieth of the run's loading time. With a fixed number such as
     `num_workers=2`, nothing is measured. Loaders with the same type of dataset and batch size are measured
     once. With workers, samples draw different random numbers, and so do samplers that draw one index at a
     time. Streams, stateful loaders and loaders with their own `__iter__` keep their number of workers.
@@ -59,8 +59,8 @@ MIN_WAIT = 0.1
 """The technique is suggested if a run spends more than this fraction of its time waiting for data."""
 MAX_TIME_RATIO = 0.9
 """A larger number of workers is chosen only if a batch takes less than this fraction of the best time."""
-MAX_EPOCH_FRACTION = 0.05
-"""Limit on the total time of all trials, as a fraction of an epoch's loading time."""
+MAX_RUN_FRACTION = 0.05
+"""Limit on the total time of all trials, as a fraction of the run's loading time."""
 WORKER_TIMEOUT_S = 20.0
 """Seconds after which a worker that returns no sample is considered hung."""
 
@@ -190,7 +190,12 @@ class DataPreload(Managed):
         key = (type(loader.dataset), loader.batch_size)  # measure similar loaders once, also in later epochs
         if key not in self._measured:
             most = num_cores(getattr(trainer, "num_devices", 1))
-            measured = choose_num_workers(loader, max_workers=most, budget_s=self.max_measure_s)
+            measured = choose_num_workers(
+                loader,
+                max_workers=most,
+                budget_s=self.max_measure_s,
+                num_batches=_num_batches_left(loader, trainer),
+            )
             # All ranks measure, and all use rank 0's choice.
             self._measured[key] = trainer.strategy.broadcast(measured)
         return self._measured[key]
@@ -242,11 +247,32 @@ class WorkerChoice:
     reason: str = ""  # why nothing was measured, or why no more workers were tried
 
 
-def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: float) -> WorkerChoice:
+def _num_batches_left(loader: DataLoader[Any], trainer: pl.Trainer) -> float:
+    """Return the number of batches that the rest of the run loads; infinity if nothing limits the run."""
+    num_batches, limit = float(sized_len(loader) or "inf"), trainer.limit_train_batches
+    num_batches = min(num_batches, limit) if isinstance(limit, int) else num_batches * limit
+    if trainer.max_epochs in (None, -1):
+        num_batches = float("inf")
+    else:
+        num_batches *= trainer.max_epochs - trainer.current_epoch
+    if trainer.max_steps == -1:
+        return num_batches
+    return min(num_batches, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+
+
+def choose_num_workers(
+    loader: DataLoader[Any], *, max_workers: int, budget_s: float, num_batches: float
+) -> WorkerChoice:
     """Try 0, 1, 2, 4, ... workers until more workers do not help, or the trials take too long.
 
-    A trial loads fixed indices of the dataset, so no sampler advances. `budget_s` limits the total time of
-    all trials, excluding the start of workers.
+    A trial loads fixed indices of the dataset, so no sampler advances.
+
+    Args:
+        loader: The loader to measure.
+        max_workers: Maximum number of workers to try.
+        budget_s: Maximum seconds for all trials, excluding the start of workers.
+        num_batches: Number of batches that the run loads. All trials together, with the start of workers,
+            take at most a twentieth of the time of loading these batches without workers.
     """
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -260,16 +286,17 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
     with isolate_rng(include_cuda=False):
         try:
             sample_s = max(_trial(loader, 0, 1, 0.0)[1], 1e-9)
-            # Estimate an epoch's loading time from single samples, because this time limits the trials.
-            # Each trial gets an equal part of the budget.
-            budget_s = min(budget_s, MAX_EPOCH_FRACTION * sample_s * len(loader.dataset)) / (1 + len(counts))  # pyright: ignore[reportArgumentType]
-            # Slow samples are tried in smaller batches, so that a trial stays within its budget.
             batch_size: int = getattr(loader.batch_sampler, "batch_size", None) or 1
+            # Estimate the run's loading time from single samples, because this time limits the trials.
+            # Each trial gets an equal part of the budget.
+            run_s = sample_s * batch_size * num_batches
+            budget_s = min(budget_s, MAX_RUN_FRACTION * run_s) / (1 + len(counts))
+            # Slow samples are tried in smaller batches, so that a trial stays within its budget.
             size = min(batch_size, max(1, int(budget_s / (3 * NUM_BATCHES * sample_s))))
             for count in (0, *counts):
                 start = time.perf_counter()
                 if count and start + trial_s > end:
-                    reason = f"trials may take {MAX_EPOCH_FRACTION:.0%} of an epoch's loading"
+                    reason = f"trials may take {MAX_RUN_FRACTION:.0%} of the run's loading time"
                     break
                 found, seconds = _trial(loader, count, size, budget_s)
                 now = time.perf_counter()
@@ -282,7 +309,7 @@ def choose_num_workers(loader: DataLoader[Any], *, max_workers: int, budget_s: f
                 # Convert to seconds per batch of the loader's own batch size.
                 tried[count] = seconds * batch_size / size
                 if not count:
-                    end = now + MAX_EPOCH_FRACTION * tried[0] * (sized_len(loader) or float("inf"))
+                    end = now + MAX_RUN_FRACTION * tried[0] * num_batches
                 # More workers must be clearly faster. The first doubling that is not faster ends the trials.
                 if tried[count] < MAX_TIME_RATIO * tried[best]:
                     best = count

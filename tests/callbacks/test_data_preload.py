@@ -363,13 +363,30 @@ def test_batches_are_copied_on_a_side_stream_and_the_main_stream_waits_for_them(
 
 
 def choose(dataset: Any, batch_size: int, max_workers: int, budget_s: float) -> Any:
-    return choose_num_workers(
-        DataLoader(dataset, batch_size=batch_size), max_workers=max_workers, budget_s=budget_s
-    )
+    loader = DataLoader(dataset, batch_size=batch_size)
+    return choose_num_workers(loader, max_workers=max_workers, budget_s=budget_s, num_batches=float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_batches"),
+    [
+        ({"max_epochs": 3}, 30),
+        ({"max_epochs": 3, "limit_train_batches": 4}, 12),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 15),
+        ({"max_epochs": -1, "max_steps": 3, "accumulate_grad_batches": 2}, 6),
+    ],
+)
+def test_trials_take_their_time_from_the_batches_of_the_whole_run(
+    limits: dict[str, Any], num_batches: int, net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = Mock(return_value=data_preload.WorkerChoice(0, {}))
+    monkeypatch.setattr(data_preload, "choose_num_workers", choice)
+    trained(DataPreload(), DataLoader(Samples(), batch_size=4), net(), **limits)
+    assert choice.call_args.kwargs["num_batches"] == num_batches
 
 
 class Counted(Dataset[int]):
-    length = 40_000  # of which trials may take a twentieth
+    length = 4_000
 
     def __len__(self) -> int:
         return self.length
@@ -395,7 +412,7 @@ def test_a_trial_reads_samples_by_index_and_changes_neither_dataset_nor_sampler_
     loader = DataLoader(dataset, batch_size=5, sampler=sampler)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     sampler.__iter__ = lambda: pytest.fail("the sampler was asked")  # pyright: ignore[reportAttributeAccessIssue]
-    choice = choose_num_workers(loader, max_workers=0, budget_s=60.0)
+    choice = choose_num_workers(loader, max_workers=0, budget_s=60.0, num_batches=float("inf"))
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
@@ -449,7 +466,7 @@ def test_the_budget_limits_the_samples_of_trials() -> None:
 
 def test_no_workers_are_tried_if_loading_takes_no_time() -> None:
     loader = DataLoader(range(2_000), batch_size=32)
-    choice = choose_num_workers(loader, max_workers=8, budget_s=4.0)
+    choice = choose_num_workers(loader, max_workers=8, budget_s=4.0, num_batches=len(loader))
     assert (choice.num_workers, set(choice.seconds_per_batch)) == (0, {0})
 
 
@@ -504,6 +521,7 @@ def test_no_workers_are_tried_if_they_would_run_the_script_again(monkeypatch: py
 
 def test_a_dataset_without_indices_or_samples_keeps_the_loaders_own_workers() -> None:
     for dataset in ({"a": 1}, []):
-        choice = choose_num_workers(DataLoader(dataset, sampler=list(dataset)), max_workers=0, budget_s=0.1)  # pyright: ignore[reportArgumentType]
+        loader = DataLoader(dataset, sampler=list(dataset))  # pyright: ignore[reportArgumentType]
+        choice = choose_num_workers(loader, max_workers=0, budget_s=0.1, num_batches=1)
         assert choice.num_workers is None
         assert choice.reason
