@@ -14,7 +14,7 @@ A resumed run does not repeat the validation that ran just before the save. So t
 random states of training after each validation.
 
 Saves: an interrupted run; the resumed run matches an uninterrupted run bit for bit.
-Costs: about 16 kB per rank in a checkpoint. A resumed run with workers loads the skipped batches again.
+Costs: about 20 kB per rank in a checkpoint. A resumed run with workers loads the skipped batches again.
 When not: loaders that are created again for each epoch; the report then lists the run as not exact.
 Conflicts: random generators of other classes than `torch.Generator` and `numpy.random.Generator` in datasets,
     samplers and transforms: they begin again with their seeds. `LearningRateFinder` in a resumed run: it

@@ -87,7 +87,7 @@ def num_ranks() -> int:
 def of_all_ranks(own: RankPosition) -> list[dict[str, Any]]:
     """Gather the positions of all ranks in plain types, for a checkpoint; all ranks must call this function.
 
-    Random states that equal `own.now` are omitted, so a loader's position takes about 16 kB.
+    Random states that equal `own.now` are omitted, so a loader's position takes about 20 kB.
     """
     content = asdict(own)
     for loader in content["loaders"]:
