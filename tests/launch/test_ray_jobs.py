@@ -68,7 +68,7 @@ def assert_same(root: str, other: str) -> None:
         torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "fsdp2", "deepspeed_zero"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed_zero"])  # ddp: test_lost_ranks
 def test_two_workers_train_what_two_ranks_of_the_command_train(strategy: str) -> None:
     err = end_of(start("with_ray", f"strategy={strategy}", *RAY))
     assert err.count("Finished 8 optimizer steps") == err.count("Efficiency report") == 1
