@@ -209,7 +209,7 @@ def untrained(model: Mapping[str, Any]) -> Mapping[str, Any]:
 def model_without_memory(
     values: Mapping[str, Any], adapted_by: pl.Trainer | None = None
 ) -> pl.LightningModule:
-    """Instantiate only the model, on the meta device, and insert the adapters of the Trainer `adapted_by`.
+    """Instantiate only the model, on the meta device, with the adapters that `adapted_by` would insert.
 
     The model's output goes to stderr, and its warnings are ignored, because this model is not trained. This
     function raises the errors of `build`, and all errors that the model's class raises for meta tensors.

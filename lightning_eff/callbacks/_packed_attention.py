@@ -244,7 +244,7 @@ def make_mask(**arguments: Any) -> LateMask | Tensor | None:
 
 
 def _num_tensors(value: Any) -> int:
-    """Count the tensors that a mask function refers to, also through functions in its closure."""
+    """Count the tensors that a mask function refers to, including those in functions of its closure."""
     if isinstance(value, Tensor):
         return 1
     cells = (cell.cell_contents for cell in getattr(value, "__closure__", None) or ())

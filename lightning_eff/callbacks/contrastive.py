@@ -33,11 +33,11 @@ Costs: one more forward pass of `embed`. Until its backward pass, each micro-bat
     `plan` does not count this communication.
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
-    embeddings itself needs `gather=false`. The run stops if `embed` changes its inputs or frozen parameters
-    in place, sets an attribute to a tensor with a gradient, or is not called by `training_step`. A list to
-    which `embed` appends losses is not detected; it has one loss per micro-batch. Changes of buffers by
-    `embed` are made once per micro-batch, with a warning. The warning misses changes that `embed` makes only
-    in training mode (spectral norm, an EMA codebook) or through `.data` (a momentum encoder).
+    embeddings itself needs `gather=false`. The run stops with an error if `embed` changes its inputs or
+    frozen parameters in place, stores a tensor that requires grad, or is not called by `training_step`. A
+    list to which `embed` appends losses is not detected; it has one loss per micro-batch. Changes of buffers
+    by `embed` are made once per micro-batch, with a warning. The warning misses changes that `embed` makes
+    only in training mode (spectral norm, an EMA codebook) or through `.data` (a momentum encoder).
 Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
     https://arxiv.org/abs/2101.06983
 """
@@ -105,7 +105,7 @@ class Contrastive(Managed):
     """Compute `embed` in micro-batches, for a loss over the embeddings of the full batch.
 
     Args:
-        micro_batch_size: Samples of a micro-batch on one device; `auto` starts with the full batch.
+        micro_batch_size: Number of samples per micro-batch on each device; `auto` starts with the full batch.
         gather: Whether `embed` returns the embeddings of all ranks; use false if the module gathers
             embeddings itself.
         splitter: Function `splitter(batch, size)` that splits the argument of `embed`; if None, built-in

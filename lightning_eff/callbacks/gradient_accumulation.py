@@ -58,8 +58,8 @@ class GradientAccumulation(Managed):
     """Accumulate gradients over batches until the global batch is complete, then step.
 
     Args:
-        global_batch_size: Samples per optimizer step, on all ranks.
-        num_batches: Batches per optimizer step on each rank, instead of `global_batch_size`.
+        global_batch_size: Number of samples per optimizer step, over all ranks.
+        num_batches: Number of batches per optimizer step on each rank, instead of `global_batch_size`.
         schedule: Global batch sizes, by the first epoch or step at which a size applies (`{0: 32, 10: 64}`).
             Replaces `global_batch_size` and `num_batches`.
         schedule_by: Unit of the keys of `schedule`, either `epoch` or `step` (optimizer steps).

@@ -64,7 +64,7 @@ class MicroBatch(Managed):
     """Train on each batch in micro-batches.
 
     Args:
-        micro_batch_size: Samples per micro-batch on one device; `auto` starts with the full batch.
+        micro_batch_size: Number of samples per micro-batch on each device; `auto` starts with the full batch.
         find: With `auto`, search for the largest size that fits, before the first step.
         headroom: Fraction of the device's memory that `find` leaves free at the peak; ignored if the device
             does not report its memory.

@@ -118,7 +118,7 @@ def _is_set(values: Mapping[str, Any], override: str) -> bool:
 
 
 def global_batch_size(values: Mapping[str, Any]) -> int:
-    """Return the samples per optimizer step on all devices; 0 if the data has no `batch_size`."""
+    """Return the number of samples per optimizer step, over all devices; 0 without a `batch_size`."""
     batch_size = values["data"].get("batch_size")
     if not isinstance(batch_size, int):
         return 0

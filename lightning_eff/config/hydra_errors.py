@@ -94,7 +94,7 @@ def composition_error(error: Exception, documents: Mapping[str, YamlDocument]) -
 
 
 def with_habits(error: UsageError | ConfigError, overrides: Sequence[Override]) -> UsageError | ConfigError:
-    """Add equivalent overrides to an error about an override that `habits.yaml` contains."""
+    """Append to an error the overrides that replace those listed in `habits.yaml`."""
     text = str(error)
     meant = {str(item.input_line): _meant_by(item, text) for item in overrides}
     habits = {line: words for line, words in meant.items() if words}

@@ -87,7 +87,7 @@ class RecipeFiles(FileConfigSource):
     Args:
         provider: Hydra's name for the origin of the folder.
         path: Path of the folder.
-        documents: Cache for the content of files, by recipe or option. All folders of a search path share
+        documents: Cache of file contents, keyed by recipe or option name. All folders of a search path share
             the cache, so that each file is read once for all compositions.
     """
 

@@ -18,8 +18,8 @@ def batches_per_step(
     """Return the number of batches per optimizer step on each rank.
 
     Args:
-        global_batch_size: Samples per step, on all ranks.
-        batch_size: Samples per batch, on each rank.
+        global_batch_size: Number of samples per step, over all ranks.
+        batch_size: Number of samples per batch on each rank.
         num_ranks: Number of ranks; each rank has its own batches.
         key: Setting that the error names; the error has remedies only for `global_batch_size`.
 

@@ -70,7 +70,7 @@ def machine_facts(device_type: str) -> dict[str, str]:
 
 
 def gpu_facts(capability: int) -> dict[str, str]:
-    """Return the facts of a GPU that rules may mention; `capability` is the compute capability times ten.
+    """Return the GPU properties that rules can use; `capability` is the compute capability times ten.
 
     Example:
         >>> gpu_facts(80), gpu_facts(90)

@@ -40,7 +40,7 @@ class PythonSource(pl.LightningDataModule):
     """Python's standard library as (inputs, targets), integer tensors [batch_size, context_length].
 
     Args:
-        context_length: Tokens in a sequence.
+        context_length: Number of tokens in a sequence.
         vocab_size: Number of BPE tokens, 257 to 65536; the minimum is 256 bytes and one separator.
         batch_size: Sequences per batch of the loader, per rank.
         num_workers: DataLoader worker processes; 0 is fastest, because windows are cheap to read.

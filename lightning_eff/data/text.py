@@ -95,7 +95,7 @@ class Text(pl.LightningDataModule):
             `:subset` and `:split` may follow the name.
         tokenizer: Name or folder of a Hugging Face tokenizer; None means a byte tokenizer with 257 tokens.
         context_length: Maximum number of tokens in a row.
-        batch_size: Rows per batch of the loader, per rank.
+        batch_size: Number of rows per batch on each rank.
         packing: True, False, "across" or "grouped", as described in the module's docstring.
         field: Column with the text or the conversation. A text file is one document.
         val_fraction: Fraction of the documents for validation, 0 to 0.5; equal in every run.

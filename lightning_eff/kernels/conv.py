@@ -69,8 +69,8 @@ def tiled(
     Raises:
         ConfigError: A layer is not supported: it needs more than a window of pixels (statistics, mirrored
             padding), scatters its input (transposed convolution, upsampling), has an unsupported class, hooks
-            or a custom forward, or would overwrite `x`. Or `tiles` or `budget_mib` is not positive, or both
-            are given.
+            or a custom forward, or would overwrite `x`. Also raised if `tiles` or `budget_mib` is not
+            positive, or if both are given.
         ValueError: `x` has a different number of axes than the layers expect, or is too small for the layers.
         RuntimeError: A second derivative is requested, or weights have changed before the backward pass.
 

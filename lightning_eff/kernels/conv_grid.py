@@ -1,6 +1,6 @@
 """The grid of tiles of a chain of layers: the number of tiles, and each tile's pixels in each layer.
 
-Along each axis, the inputs of a tile follow from its outputs, layer by layer from the last to the first.
+Along each axis, a tile's input range is computed from its output range, from the last layer to the first.
 Pixels outside the image are padding and are not computed. Tiles are products of intervals, so areas are
 products of lengths. Samples need no halo, so a grid divides the samples first, and spatial axes only if tiles
 are still too large.

@@ -1,8 +1,8 @@
 """Compute D = activation(alpha * A @ B + beta * C + bias), by our Triton kernels or by torch's library.
 
-A call checks its operands (operands.py) and looks up the backend (dispatch.py). Then it calls torch's
-library (library.py), or the kernels (gemm_kernels.py) through launch.py. Layers call `compute`, since their
-operands need no check.
+A call checks its operands (operands.py) and looks up the backend (dispatch.py). Then library.py calls cuBLAS
+or the CPU's library through torch, or launch.py starts our kernels (gemm_kernels.py). Layers call `compute`,
+since their operands need no check.
 
 The kernels are registered as a torch operator, with functions for its shape, FLOPs and gradient. Autograd,
 torch.compile, checkpointing and fake tensors thus see one opaque operation. If none of these four is active,

@@ -161,7 +161,8 @@ def check_machines(trainer: Mapping[str, Any], environment: Mapping[str, str] = 
 
     Raises:
         ConfigError: `PET_NNODES` or `WORLD_SIZE` announces several processes, but torchrun did not start
-            this process. Or `NODE_RANK` and `MASTER_ADDR` are set, but `trainer.num_nodes` is `auto`.
+            this process. Also raised if `NODE_RANK` and `MASTER_ADDR` are set and `trainer.num_nodes` is
+            `auto`.
 
     Example:
         >>> check_machines({"num_nodes": "auto"}, {"PET_NNODES": "2"})

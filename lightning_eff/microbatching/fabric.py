@@ -38,8 +38,8 @@ class ExactGradient:
     Args:
         model: The trained model, as wrapped by Fabric or DDP.
         fabric: Fabric object that runs the backward passes and scales float16 losses; None in plain PyTorch.
-        micro_batch_size: Samples of a micro-batch. `auto` halves the size when memory runs out; None does not
-            split batches.
+        micro_batch_size: Number of samples per micro-batch. `auto` halves the size when memory runs out; None
+            does not split batches.
         splitter: Function that replaces the built-in splitting rules: `splitter(batch, micro_batch_size)`.
         keep: Names or paths of values that are passed unsplit to every micro-batch, as in `MicroBatch`.
 

@@ -107,7 +107,7 @@ class MicroBatchSize:
         """Halve the micro-batch size after an out-of-memory error.
 
         Args:
-            num_samples: Samples of the batch that did not fit; None if unknown.
+            num_samples: Number of samples in the batch that did not fit; None if unknown.
             error: The out-of-memory error; raised with a note if there is no smaller size.
         """
         # A batch with fewer samples than the current size was not split.

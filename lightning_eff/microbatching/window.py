@@ -113,8 +113,8 @@ class Window:
         Args:
             loss: The micro-batch's mean loss, a scalar.
             weight: Number of items in the mean, for example tokens; None to weight by samples.
-            num_samples: Samples of the micro-batch; None if unknown.
-            batch_samples: Samples of the full batch; 0 if the samples of its micro-batches are unknown.
+            num_samples: Number of samples in the micro-batch; None if unknown.
+            batch_samples: Number of samples in the full batch; 0 if the sizes of its micro-batches are unknown.
 
         Raises:
             ValueError: Only some micro-batches of the window have a weight, or a splitter's micro-batch has

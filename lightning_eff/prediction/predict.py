@@ -65,7 +65,7 @@ class JoinsPrediction(Protocol):
 
 @runtime_checkable
 class Assumes(Protocol):
-    """A technique that adds to the assumptions behind a predicted peak."""
+    """A technique that contributes assumptions to a prediction of the peak memory."""
 
     def assumptions(self) -> list[str]:
         """Return the assumptions after the two steps, one sentence each."""
@@ -118,7 +118,7 @@ def predict(
         trainer: A Trainer for one CPU with the run's techniques, or a function that builds the Trainer. The
             Trainer cannot be used afterwards.
         data: A data module, if its hooks change batches.
-        num_batches: Batches per epoch; None for an endless loader.
+        num_batches: Number of batches per epoch; None for an endless loader.
         batch_size: `batch_size` of the loader; None means the length of the batch's first tensor.
         capability: Compute capability of the GPU, times ten; the GPU need not be present. The capability
             selects how attention, dropout and float8 behave. 0 means this CPU.

@@ -191,7 +191,7 @@ def measured(name: str) -> str:
     if not rows:
         return page or "Not measured yet."
     head = ["recipe", *COMPARED, "status"]
-    source = "From [`lightning-eff compare`](../benchmarks/compare.md) on two cores of a CPU."
+    source = "Measured with [`lightning-eff compare`](../benchmarks/compare.md) on two CPU cores."
     return "\n\n".join(part for part in (table(head, rows), source, page) if part)
 
 

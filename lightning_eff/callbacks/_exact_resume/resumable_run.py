@@ -31,7 +31,7 @@ class Position:
     """The position of one loader in its pass.
 
     Args:
-        num_batches: Batches that were trained on in this pass.
+        num_batches: Number of batches trained on in this pass.
         start: Random states when the pass began.
         first: Random states when the first indices were requested; None if these states equal the states just
             after the pass began.
@@ -40,8 +40,8 @@ class Position:
         seed: Seed of a distributed sampler.
         epoch: Epoch of the sampler, or of the run if the sampler has no epoch.
         num_samples: Length of the dataset; -1 if the dataset has no length.
-        batch_size: Samples in a batch; -1 if the loader has no batch size.
-        length: Batches in a pass; -1 if unknown.
+        batch_size: Number of samples in a batch; -1 if the loader has no batch size.
+        length: Number of batches in a pass; -1 if unknown.
         num_workers: Number of the loader's workers.
         hashes: Hashes of the indices of the first trained batches.
     """

@@ -195,7 +195,7 @@ def parameter_groups(
 
 
 def hidden_matrices(module: nn.Module, rest: Sequence[str] | None = None) -> set[Tensor]:
-    """Return the matrices of hidden layers, without embeddings and the output layer.
+    """Return the hidden layers' matrices, excluding embeddings and the output layer.
 
     Only a 2-D parameter whose own name contains `weight` counts as a matrix. A linear layer counts as the
     output layer if it has as many outputs as the largest embedding has entries. For a model without an
