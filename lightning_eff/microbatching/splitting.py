@@ -127,7 +127,7 @@ def split(
 
     Args:
         batch: Tensors in containers; samples lie along the first dimension.
-        micro_batch_size: Number of samples per micro-batch, at least 1; None to return any batch as one micro-batch.
+        micro_batch_size: Number of samples per micro-batch, at least 1; None does not split batches.
         splitter: Function that replaces the built-in rules.
         keep: Values that are passed to every micro-batch unsplit: names at any depth, or paths from the root
             of the batch. A path joins names and positions with dots (`1`, `targets.weights`).

@@ -114,7 +114,7 @@ class Window:
             loss: The micro-batch's mean loss, a scalar.
             weight: Number of items in the mean, for example tokens; None to weight by samples.
             num_samples: Number of samples in the micro-batch; None if unknown.
-            batch_samples: Number of samples in the full batch; 0 if the sizes of its micro-batches are unknown.
+            batch_samples: Number of samples in the full batch; 0 if the micro-batches' sizes are unknown.
 
         Raises:
             ValueError: Only some micro-batches of the window have a weight, or a splitter's micro-batch has
