@@ -7,7 +7,7 @@ so both use the same learning rate, decay and schedule.
 
 Saves: optimizer steps to reach the same loss, according to Muon's authors; half of AdamW's state for hidden
     matrices.
-Costs: five small matrix products per hidden matrix and step. In float32, the state takes 4 bytes per parameter
+Costs: five small matrix products per hidden matrix and step. In float32, state takes 4 bytes per parameter
     in hidden matrices, and 8 bytes for each other parameter.
 When not: models without hidden matrices, which are rejected; finetuning of weights that AdamW trained.
 Conflicts: ZeRO is rejected, because it flattens matrices into vectors.
