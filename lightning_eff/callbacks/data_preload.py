@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from inspect import GEN_CLOSED, getgeneratorstate
+from inspect import GEN_CLOSED, GEN_CREATED, getgeneratorstate
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -381,8 +381,8 @@ def _are_equal(left: Any, right: Any) -> bool:
 class PrefetchLoader(dataloaders.LoaderWrapper):
     """Wraps a training loader, to use another number of workers and to copy batches to the device early.
 
-    If the loader is iterated a second time during a pass, for example to look at some images, the second
-    iteration uses the wrapped loader, and takes no batches from training.
+    If the loader is iterated a second time after a pass has begun, for example to look at some images, the
+    second iteration uses the wrapped loader, and takes no batches from training.
 
     Args:
         loader: The wrapped loader.
@@ -409,9 +409,9 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
-        # A second iteration during a pass.
-        if self._is_over or (self._current is not None and getgeneratorstate(self._current) != GEN_CLOSED):
+        if self._is_over or self._has_begun():
             return iter(self.loader)
+        self.close()  # Lightning 2.6 creates a second iterator before the first epoch of a second fit
         self._source = self._taken_state = None
         # `tuned` must draw the same random numbers as `loader` would. In torch 2.13, a loader without workers
         # draws a seed when its iterator is created, and the sampler's seed at the first batch. A loader with
@@ -433,6 +433,11 @@ class PrefetchLoader(dataloaders.LoaderWrapper):
             object.__setattr__(tuned, "generator", torch.Generator().manual_seed(seed))
         self._current = self._batches()
         return self._current
+
+    def _has_begun(self) -> bool:
+        """Return whether the current pass has handed out a batch and is not over."""
+        is_idle = (GEN_CREATED, GEN_CLOSED)
+        return self._current is not None and getgeneratorstate(self._current) not in is_idle
 
     def _batches(self) -> Generator[Any]:
         """Yield the batches of one pass."""

@@ -203,6 +203,8 @@ class ExactResume(Managed):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         stamp = checkpoint.get(KEY, {})
         positions, self._saved_flags = stamp.get(POSITIONS), stamp.get(FLAGS, {})
+        if positions is None and not checkpoint.get("global_step"):
+            return  # saved before the first step, for example by a learning rate finder: nothing is resumed
         self._resumed_step = int(checkpoint.get("global_step", 0))
         if positions is None:
             self._not_saved = "the checkpoint has neither random states nor the position in the data"

@@ -35,6 +35,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -189,7 +190,7 @@ class SkipBadSteps(Managed):
         step: Callable[..., Any] = optimizer.step
 
         @functools.wraps(step)  # also copies a learning-rate scheduler's mark on `step`
-        def gated(closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
+        def gated(_: Optimizer, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             # If the optimizer moves weights before it calls its closure, the step cannot be undone.
             versions = [version(parameter) for parameter in parameters]
@@ -222,7 +223,8 @@ class SkipBadSteps(Managed):
             self.cleanup.callback(setattr, optimizer, "step", step)
         else:
             self.cleanup.callback(vars(optimizer).pop, "step", None)
-        optimizer.step = gated
+        # A scheduler that is created during the run (SWA) wraps `step`, which must be a method for that.
+        optimizer.step = types.MethodType(gated, optimizer)
         self._gated = optimizer
 
     def _skip(self, trainer: pl.Trainer) -> None:

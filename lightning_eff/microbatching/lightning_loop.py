@@ -103,7 +103,7 @@ class ExactStep(_AutomaticOptimization):
         """Function that adds a weight to the step's output, given the number of samples (0 in a check)."""
         self.weighs_by = ""
         """Name of the items that `weigh` counts, for the report."""
-        self.counts_by = "samples count equally"
+        self.counts_by = "samples (rows of the first dimension) count equally"
         """Text for the report that states how the backward passes of a step are weighted."""
         self.mean_check = ""
         """Reason why the loss check was inconclusive; empty before the check, and if the loss is a mean."""

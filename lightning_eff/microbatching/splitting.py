@@ -243,10 +243,13 @@ def _is_in_list_of_samples(path: KeyPath, value: Any) -> bool:
     """Return whether the path contains a list of single samples, which have no batch dimension.
 
     The first item of such a list is a dict (one image's targets), or has a number or text alongside tensors
-    (an image and its label). In the outermost list, however, dicts may be the batches of several loaders.
+    (an image and its label). In the outermost list, however, dicts may be the batches of several loaders. An
+    inner list that begins with a tensor without dimensions has one label per sample.
     """
-    is_scalar = isinstance(value, PLAIN) or (_is_array(value) and not value.ndim)
-    return any(
+    is_label = _is_array(value) and not value.ndim
+    is_scalar = isinstance(value, PLAIN) or is_label
+    is_first = len(path) > 1 and path[-1] == SequenceKey(0)
+    return (is_label and is_first) or any(
         outer == SequenceKey(0)
         and ((depth > 0 and isinstance(inner, MappingKey)) or (is_scalar and depth == len(path) - 2))
         for depth, (outer, inner) in enumerate(itertools.pairwise(path))

@@ -25,7 +25,14 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import CombinedLoader
 from torch.multiprocessing.reductions import shared_cache
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_eff.callbacks import data_preload
@@ -104,6 +111,23 @@ def test_the_loader_keeps_its_own_settings(net: Callable[..., Net], monkeypatch:
     assert vars(loader) == before
     assert "process_dataloader" not in trainer.strategy.__dict__
     assert pickle.loads(pickle.dumps(preload)).outcome().did == preload.outcome().did
+
+
+class WorkerIds(Samples):
+    """Samples whose label is 1 if a worker loads them, else 0."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], int(get_worker_info() is not None)
+
+
+def test_a_second_fit_uses_workers_too(net: Callable[..., Net]) -> None:
+    seen: list[int] = []
+    look = LambdaCallback(on_train_batch_start=lambda *args: seen.extend(args[2][1].tolist()))
+    loader = DataLoader(WorkerIds(4), batch_size=2)
+    trainer = fit(net(), DataPreload(num_workers=1), look, loader=loader, max_epochs=1)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(net(), loader)
+    assert seen == [1] * 12
 
 
 @pytest.mark.slow

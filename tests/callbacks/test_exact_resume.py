@@ -478,7 +478,9 @@ def test_a_checkpoint_of_a_run_with_a_learning_rate_finder_is_resumed(
 ) -> None:
     monkeypatch.setattr(Dropping, "lr", 0.01, raising=False)
     finder = LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
-    whole = fit(shuffled(), ExactResume(), finder, save_in(tmp_path), default_root_dir=tmp_path)
+    exact = ExactResume()
+    whole = fit(shuffled(), exact, finder, save_in(tmp_path), default_root_dir=tmp_path)
+    assert "resumed" not in exact.outcome().did
     resumed = fit(shuffled(), ExactResume(), ckpt=tmp_path / "step=4.ckpt")
     assert resumed.seen == whole.seen[-8:]
     assert torch.equal(resumed.layer.weight, whole.layer.weight)

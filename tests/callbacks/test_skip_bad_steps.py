@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -134,6 +134,18 @@ def test_without_a_bad_step_the_run_equals_the_plain_run_and_step_is_restored() 
     assert (skip.outcome().numbers["skipped"], skip.outcome().effective) == ([], True)
     assert trainer.optimizers[0].step.__qualname__ != "SkipBadSteps._gate.<locals>.gated"
     assert type(trainer.fit_loop.epoch_loop.automatic_optimization).__name__ == "_AutomaticOptimization"
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+def test_weights_are_averaged_as_without_it() -> None:
+    weights: list[Any] = []
+    for more in ([], [SkipBadSteps()]):
+        torch.manual_seed(0)
+        averaged = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+        trainer = make_trainer(callbacks=[*more, averaged], max_epochs=3, max_steps=-1)
+        trainer.fit(model := WithoutSchedule(), data({}, 4))
+        weights.append(model.state_dict())
+    assert is_equal(*weights)
 
 
 @pytest.mark.filterwarnings(

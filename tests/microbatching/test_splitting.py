@@ -97,6 +97,7 @@ def test_a_batch_is_split_along_its_samples(name: str, size: int) -> None:
             ([torch.ones(3, 4)] * B, [{"boxes": torch.ones(3, 4)}] * B),
             "batch.1.0.boxes",
         ),
+        (([torch.ones(6)] * B, [torch.tensor(i) for i in range(B)]), "batch.1.0"),
         (torch.ones(0, 3), "no sample"),
         # All fields of a single packed sequence have the same length.
         (pack_sequence([torch.ones(4)]), "PackedSequence"),
