@@ -90,6 +90,11 @@ def _dispatch(words: list[str]) -> int:
     return int(module.main(options))
 
 
+def _is_of_user(file: Path) -> bool:
+    is_library = "site-packages" in file.parts or file.is_relative_to(Path(__file__).parent)
+    return not is_library and file.is_relative_to(Path.cwd())
+
+
 def _error_lines(error: BaseException, words: Sequence[str]) -> list[str]:
     """Return root cause, line of code and the traceback's file; empty if another rank prints the error."""
     if error.__dict__.get("is_reported"):
@@ -102,8 +107,11 @@ def _error_lines(error: BaseException, words: Sequence[str]) -> list[str]:
     notes = "\n".join(getattr(error, "__notes__", [])).splitlines()
     lines += notes[: MAX_ERROR_LINES - 2]
     frames = traceback.extract_tb(error.__traceback__)
+    # A line of the user's own code, if there is one, tells more than a library's.
+    own = [each for each in frames if _is_of_user(Path(each.filename))]
     if frames and not notes:
-        lines.append(f"  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}")
+        last = (own or frames)[-1]
+        lines.append(f"  at {last.filename}:{last.lineno} in {last.name}")
     log = error.__dict__.get("error_log")
     lines.append(f"  traceback: {log}" if log else "  --debug prints the traceback")
     return lines

@@ -34,10 +34,11 @@ Costs: one more forward pass of `embed`. Until its backward pass, each micro-bat
 When not: the batch fits, or the loss is a mean over samples (`callbacks/micro_batch`).
 Conflicts: `callbacks/micro_batch`, manual optimization; `auto` on several ranks. A module that gathers
     embeddings itself needs `gather=false`. The run stops with an error if `embed` changes its inputs or
-    frozen parameters in place, stores a tensor that requires grad, or is not called by `training_step`. A
-    list to which `embed` appends losses is not detected; it has one loss per micro-batch. Changes of buffers
-    by `embed` are made once per micro-batch, with a warning. The warning misses changes that `embed` makes
-    only in training mode (spectral norm, an EMA codebook) or through `.data` (a momentum encoder).
+    frozen parameters in place, or is not called by `training_step`. A loss that `embed` stores in an
+    attribute is the last micro-batch's, with a warning. A list to which `embed` appends losses is not
+    detected; it has one loss per micro-batch. Changes of buffers by `embed` are made once per micro-batch,
+    with a warning. The warning misses changes that `embed` makes only in training mode (spectral norm, an EMA
+    codebook) or through `.data` (a momentum encoder).
 Source: Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup,
     https://arxiv.org/abs/2101.06983
 """
@@ -116,14 +117,13 @@ class Contrastive(Managed):
     Raises:
         ConfigError: The module has no method `embed`, or `embed` returned anything but tensors with one row
             per sample.
-        ConflictError: `embed` compares samples or stores a tensor with a gradient, or `training_step` does
-            not call `embed`. Also raised if batches differ in size on ranks that shard parameters or
-            synchronize batch norms.
+        ConflictError: `embed` compares samples, or `training_step` does not call `embed`. Also raised if
+            batches differ in size on ranks that shard parameters or synchronize batch norms.
         RecomputationError: `embed` changes its inputs or frozen parameters in place.
 
     Warns:
         NoEffectWarning: The run has one rank, and no batch was larger than `micro_batch_size`.
-        ConflictWarning: `embed` changes buffers.
+        ConflictWarning: `embed` changes buffers, or stores a tensor with an autograd graph.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[Contrastive(micro_batch_size=8)], logger=False, accelerator="cpu")
@@ -284,11 +284,11 @@ class Contrastive(Managed):
             logged.append(logged_values(results))
         # A tensor has only one weak reference without a callback, so an unchanged attribute has the same one.
         if new := [name for name, each in _with_graph(module).items() if stored.get(name) is not each]:
-            raise ConflictError(
-                f"callbacks/contrastive: embed(batch) stores {', '.join(new)}, which would hold only the "
-                "values and the gradient of the last micro-batch\n  try: return it, with one row per sample\n"
-                "  try: store .detach() of it"
+            text = (
+                f"callbacks/contrastive: embed(batch) stores {', '.join(new)}; in the loss, it has only the "
+                "values and the gradient of the last micro-batch, unless embed(batch) returns it"
             )
+            warnings.warn(text, ConflictWarning, stacklevel=2)
         merge_logged(results, logged, [part.num_samples for part in run], is_weighted=False)
         # The embeddings of skipped micro-batches still take memory.
         outputs[-1:-1] = [tree_map(torch.empty_like, outputs[0]) for _ in range(self._num_left_out)]

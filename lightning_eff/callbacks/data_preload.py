@@ -9,13 +9,15 @@ Why no thread that fetches ahead: its samples would change the random numbers th
 
 Saves: the time spent waiting for data, which the report shows as a fraction of the run.
 Costs: host memory for each worker, and device memory for batches that were copied early. Measuring takes a
-    few seconds at the start, but at most a twentieth of the run's loading time. With a fixed number such as
-    `num_workers=2`, nothing is measured. Loaders with the same type of dataset and batch size are measured
-    once. With workers, samples draw different random numbers, and so do samplers that draw one index at a
-    time. Streams, stateful loaders and loaders with their own `__iter__` keep their number of workers.
+    few seconds at the start. Workers are tried only while all trials take at most a twentieth of the run's
+    loading time. With a fixed number such as `num_workers=2`, nothing is measured. Loaders with the same type
+    of dataset and batch size are measured once. With workers, samples draw different random numbers, and so
+    do samplers that draw one index at a time. Streams, stateful loaders and loaders with their own `__iter__`
+    keep their number of workers.
 When not: samples that load fast, because no workers are then used.
-Conflicts: none. If custom hooks move batches (`transfer_batch_to_device`, `on_before_batch_transfer`), no
-    batch is copied ahead of use.
+Conflicts: a dataset that writes files when it is first read needs a fixed `num_workers`, because a trial that
+    returns no sample for 20 s is killed. If custom hooks move batches (`transfer_batch_to_device`,
+    `on_before_batch_transfer`), no batch is copied ahead of use.
 Source: prefetching as in NVIDIA's Apex and DALI; https://docs.pytorch.org/docs/stable/data.html
 """
 

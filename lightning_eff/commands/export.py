@@ -49,7 +49,8 @@ def main(options: argparse.Namespace) -> int:
     is_adapted = "peft_adapter" in (values.get("callbacks") or {})
     kind = "adapter" if is_adapted and not options.merge else "model"
     out = Path(options.out) if options.out else run_dir / "export" / kind
-    check_inside("--out", str(out), root.resolve())
+    if options.out:
+        check_inside("--out", str(out), root.resolve())
     # `lexists` also detects a broken symbolic link.
     if os.path.lexists(out):
         allowed = "a folder that does not exist yet: nothing is overwritten"

@@ -333,7 +333,8 @@ def check_inside(key: str, value: str, root: Path) -> None:
     resolved = Path(value).resolve()
     if not resolved.is_relative_to(root):
         allowed = f"a folder under output_root={str(root)!r}"
-        raise ConfigError(key, value, allowed=allowed, remedies=[f"output_root={resolved.parent}"])
+        root_option = "--output-root " if key.startswith("--") else "output_root="
+        raise ConfigError(key, value, allowed=allowed, remedies=[f"{root_option}{resolved.parent}"])
 
 
 def check_folders(values: Mapping[str, Any], root: Path) -> None:

@@ -207,7 +207,7 @@ class _Untraced:
         run: Function that runs `training_step` on a part of a batch.
         module: The LightningModule whose `training_step` runs.
         device: The module's device.
-        moved: Collects the names of parameters, buffers and numbers that `training_step` changes.
+        moved: Collects the names of parameters and buffers that `training_step` changes.
     """
 
     def __init__(self, run: Run, module: pl.LightningModule, device: torch.device, moved: set[str]) -> None:
@@ -239,16 +239,12 @@ class _Untraced:
                 # Attributes of the instance hide the methods, until `again` restores the instance.
                 vars(module)["log"] = vars(module)["log_dict"] = lambda *_, **__: None
                 buffers = buffer_versions(module)
-                numbers = {n: value for n, value in vars(module).items() if type(value) in (int, float)}
                 # Copy the batch, because the step may change its batch in place.
                 values, build = flatten(part.batch)
                 own = build(value.clone() if isinstance(value, Tensor) else value for _, value in values)
                 output = self._run(MicroBatchPart(own, part.num_samples))
                 random_after = random_states.capture(self._device, self._generators)
                 self._moved |= changed_buffers(module, buffers)
-                now = vars(module)
-                # `is not`, because NaN is not equal to itself
-                self._moved |= {n for n, v in numbers.items() if now.get(n) is not v and now.get(n) != v}
         finally:
             changed = {n for n, each in parameters.items() if before[n] != (each.data_ptr(), version(each))}
             for name, (data, values) in self._copies.items():

@@ -162,10 +162,12 @@ class MicroBatchRunner:
             functions.check_mean(arguments)
         before = {} if is_full_batch else logged_values(results)
         # The check of the loss runs in evaluation mode, so also compare buffers in training mode. Use the
-        # second micro-batch, because DDP may broadcast buffers in the first.
+        # second micro-batch, because DDP may broadcast buffers in the first, and because a number that is
+        # only set, not counted, has the same value as after the first.
         is_compared = not (is_first or self._is_compared)
         module = self._trainer.lightning_module
         buffers = buffer_versions(module) if is_compared else {}
+        counters = {name: value for name, value in vars(module).items() if type(value) is int}
         # The strategy averages gradients over the ranks only in the last backward pass of a step.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
@@ -180,6 +182,7 @@ class MicroBatchRunner:
             self._is_compared = True
             # The rule about batch norms reports their counters.
             changed = changed_buffers(module, buffers)
+            changed |= {name for name, value in counters.items() if vars(module).get(name) != value}
             self.warn_of_changes({name for name in changed if not name.endswith("num_batches_tracked")})
         if self.retry.replica is not None:
             reject_step_sync(results)

@@ -4,12 +4,12 @@
 
 - random states: torch on the CPU and on the device, Python, NumPy, and generators that modules hold;
 - buffers, the states of torchmetrics, and the values that Lightning has logged;
-- every module's attributes, the content of dicts, lists, sets and deques in these attributes, at any depth,
-  and tensors of up to 1 MiB that are attributes.
+- every module's attributes, the content of dicts, lists, sets and deques in these attributes, the containers
+  in containers of at most 1000 items, and tensors of up to 1 MiB that are attributes.
 
-Changes to custom objects, to tensors in containers, to files and to the batch are not undone. Undoing a step
-raises an error if the step has changed a frozen parameter, a larger tensor in an attribute, or a buffer that
-cannot be copied (sparse, expanded).
+Changes to custom objects, to tensors in containers, to attributes through `.data`, to files and to the batch
+are not undone. Undoing a step raises an error if the step has changed a frozen parameter, a larger tensor in
+an attribute, or a buffer that cannot be copied (sparse, expanded).
 
 `OptimizerSnapshot` keeps parameters, gradients and optimizer state in host memory. `atomic_update` takes an
 `OptimizerSnapshot` before an update, because memory may run out after half of the parameters are updated. On
@@ -39,6 +39,8 @@ from lightning_eff.report.live_bytes import tensors_in
 
 MAX_PLAIN_BYTES = 2**20
 """Largest tensor that is copied if it is an attribute but no buffer, because it may be a data set."""
+MAX_ITEMS = 1000
+"""Size of the largest container whose containers are copied too, because a larger one may be a data set."""
 
 
 class StepSnapshot:
@@ -63,7 +65,8 @@ class StepSnapshot:
         # Read from `_buffers`, which includes the buffers that are None.
         held = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
         self._registered = [(vars(each)["_buffers"], dict(vars(each)["_buffers"])) for each in held]
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        # Tensor, values, and count of in-place changes; -1 for a tensor that is always restored.
+        self._copies: list[tuple[Tensor, Tensor, int]] = []
         # Name, tensor and count of in-place changes.
         self._unchanged: list[tuple[str, Tensor, int]] = []
         for owner in modules:
@@ -79,7 +82,9 @@ class StepSnapshot:
                     axes = zip(tensor.stride(), tensor.shape, strict=True)
                     is_copied = all(stride or size <= 1 for stride, size in axes)
                 if is_copied:
-                    self._copies.append((tensor, tensor.detach().clone()))
+                    # Restore every buffer, because batch norms change buffers without increasing the version.
+                    before = version(tensor) if name in plain else -1
+                    self._copies.append((tensor, tensor.detach().clone(), before))
                 else:
                     self._unchanged.append((name, tensor, version(tensor)))
         # A step that updates a frozen parameter (a momentum encoder) would update it once per micro-batch.
@@ -108,21 +113,22 @@ class StepSnapshot:
         Raises:
             RuntimeError: A frozen parameter, or a buffer that could not be copied, has changed.
         """
-        for current, registered in self._registered:  # a failed attempt may have added or replaced buffers
-            current.clear()
-            current.update(registered)
-        with torch.no_grad():
-            # Restore every buffer, because batch norms change buffers without increasing the version.
-            for buffer, values in self._copies:
-                buffer.copy_(values)
-        random_states.restore(self._random, self._device, self._generators)
-        self.restore_visible()
+        # Check first, because a restored tensor may share its version with an unchanged one.
         for name, tensor, before in self._unchanged:
             if version(tensor) != before:
                 raise RuntimeError(
                     f"training_step changes {name}, so that the step cannot be undone: change it in "
                     "on_train_batch_end"
                 )
+        for current, registered in self._registered:  # a failed attempt may have added or replaced buffers
+            current.clear()
+            current.update(registered)
+        with torch.no_grad():
+            for tensor, values in [(t, values) for t, values, before in self._copies if version(t) != before]:
+                tensor.copy_(values)
+        self._unchanged = [(name, tensor, version(tensor)) for name, tensor, _ in self._unchanged]
+        random_states.restore(self._random, self._device, self._generators)
+        self.restore_visible()
 
     def restore_visible(self) -> None:
         """Restore logged values, attributes, lists and metrics."""
@@ -138,14 +144,18 @@ class StepSnapshot:
 
 
 def _containers(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return the containers among values, at any depth, each with a copy of its content."""
+    """Return the containers among values, and those inside them, each with a copy of its content."""
     found: dict[int, tuple[Any, Any]] = {}
     new = list(values)
     while new:
-        new = [value for value in new if isinstance(value, CONTAINERS) and id(value) not in found]
-        contents = [(value, content_of(value)) for value in new]
-        found |= {id(value): (value, content) for value, content in contents}
-        new = [each for _, c in contents for each in (c.values() if isinstance(c, dict) else c)]
+        # Not `isinstance`, which would follow a weak proxy.
+        new = [value for value in new if issubclass(type(value), CONTAINERS) and id(value) not in found]
+        contents = {id(value): (value, content_of(value)) for value in new}
+        found |= contents
+        small = [content for _, content in contents.values() if len(content) <= MAX_ITEMS]
+        new = [
+            each for content in small for each in (content.values() if isinstance(content, dict) else content)
+        ]
     return list(found.values())
 
 

@@ -63,13 +63,14 @@ class Suggestion:
         name = name_of(self.technique)
         added, path = catalog.use_of(name), name.replace("/", ".")
         if isinstance(self.technique, type):
-            python = f"OptimizerChoice(optimizer=partial({self.technique.__name__}, lr=...))"
+            python = f"callbacks=[OptimizerChoice(optimizer=partial({self.technique.__name__}, lr=...))]"
             return str(Remedy(added, python))
         options = non_default_config(self.technique)
         words = [added, *(f"{path}.{key}={value}" for key, value in options.items())]
         arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
         python = f"{type(self.technique).__name__}({arguments})"
-        python = f"plugins=[{python}]" if isinstance(self.technique, Precision) else python
+        argument = "plugins" if isinstance(self.technique, Precision) else "callbacks"
+        python = f"{argument}=[{python}]"
         return str(Remedy(" ".join(words), python))
 
 

@@ -20,6 +20,7 @@ supported.
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections import Counter, defaultdict
@@ -218,6 +219,7 @@ class StepTimes:
             self.is_typical = False
             module: nn.Module = self._strategy.lightning_module
             self._classes = {name: type(each).__name__ for name, each in module.named_modules()}
+            gc.collect()  # a full collection in one of these few batches could take longer than the batch
             with self._measuring() as timeline:
                 tracker = ModuleTracker(
                     lambda *_: timeline.enter(detail=tracker.path), lambda *_: timeline.leave()

@@ -392,7 +392,7 @@ class InPlace(Pairs):
         (NotCalled, ConflictError),
         (Compares, ConflictError),
         (Pooled, ConfigError),
-        (Stores, ConflictError),
+        (Stores, ConflictWarning),
         (InPlace, RecomputationError),
     ],
 )
