@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections import deque
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
+from lightning_eff.core.call_state import version
 from lightning_eff.microbatching.snapshot import (
+    MAX_ITEMS,
     MAX_PLAIN_BYTES,
     OptimizerSnapshot,
     StepSnapshot,
@@ -112,6 +115,35 @@ def test_a_change_to_a_tensor_that_is_not_copied_is_an_error(name: str) -> None:
     getattr(model, name)[:1].add_(1.0)
     with pytest.raises(RuntimeError, match=name):
         snapshot.restore()
+
+
+def test_an_unchanged_tensor_is_neither_written_nor_named() -> None:
+    """It may be read-only memory, or share its count of changes with a tensor that is restored."""
+    model = nn.Linear(8, 2)
+    model.weight.requires_grad_(False)
+    model.register_buffer("mask", torch.zeros(1, 8))
+    model.anchor, model.big, model.file = model.weight.detach(), model.mask.expand(4, 8), torch.ones(2)
+    before = version(model.file), version(model.weight)
+    snapshot = StepSnapshot(model, CPU)
+    snapshot.keep()
+    model.mask.data.add_(1.0)
+    for _ in range(2):
+        snapshot.restore()
+    assert model.mask.sum() == 0
+    assert (version(model.file), version(model.weight)) == before
+
+
+def test_containers_of_a_data_set_are_not_copied_and_dead_proxies_are_ignored() -> None:
+    model, module = nn.Linear(1, 1), nn.Linear(1, 1)
+    model.few, model.many = [[0]] * 2, [[0]] * (MAX_ITEMS + 1)
+    model.parents = [weakref.proxy(module)]
+    del module
+    snapshot = StepSnapshot(model, CPU)
+    snapshot.keep()
+    model.few[0].append(1)
+    model.many[0].append(1)
+    snapshot.restore()
+    assert (model.few[0], model.many[0]) == ([0], [0, 1])
 
 
 class Counting(torch.optim.SGD):
