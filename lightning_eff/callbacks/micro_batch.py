@@ -1,10 +1,10 @@
 """Split each batch into micro-batches that fit in memory, with the gradient of the full batch.
 
 The callback splits each batch of the loader along the sample axis, and makes one optimizer step per batch.
-The rules for splitting are in microbatching/splitting.py. If no rule fits a batch, pass a `splitter`. `keep`
-names values that are not split, such as class weights, positions, or a mask shared by all samples. Each
-micro-batch is weighted by its number of samples, or by the `loss_weight` that `training_step` returns with
-the mean loss. So the gradient equals the gradient of the full batch.
+The sample axis is the first dimension of all tensors in the batch. For other batches, pass a `splitter`.
+`keep` names values that are not split, such as class weights, positions, or a mask shared by all samples.
+Each micro-batch is weighted by its number of samples, or by the `loss_weight` that `training_step` returns
+with the mean loss. So the gradient equals the gradient of the full batch.
 
 With `micro_batch_size=auto`, the full batch is tried first. When memory runs out in the forward or backward
 pass, everything that the step has changed (random states, buffers, metrics) is restored. The step is then
@@ -29,7 +29,8 @@ Conflicts: a loss that is not a mean over samples; `optimizer.step()` in `traini
     DDP, and conflicts with synchronized batch norms, a communication hook or a static graph. A run with one
     of these is rejected. Two conflicts are not detected: with FSDP2 or ZeRO, ranks that split their batches
     into different numbers of micro-batches wait for each other forever; and `auto` does not undo what a step
-    without enough memory has changed in custom objects or in tensors in containers.
+    without enough memory has changed in custom objects, in tensors in containers, or in lists and dicts
+    inside others of more than 1000 items.
 Source: learned from Composer's device_train_microbatch_size; a bug in Lightning's own search:
     https://github.com/Lightning-AI/pytorch-lightning/issues/21903
 """
