@@ -13,7 +13,7 @@ run: setup  ## train the main recipe, after some steps of it without techniques,
 test: setup  ## the tests that every change must pass
 	$(BIN)/python -m pytest -m "not slow"
 
-test-full: setup .venv/triton-3.6 .venv/ray.stamp  ## all tests, and more generated examples of each property
+test-full: setup .venv/triton-3.6 .venv/ray.stamp  ## all tests, and more generated examples of each property; not under nohup, which makes child processes ignore signals
 	$(BIN)/python -m pytest --hypothesis-profile=full
 
 test-random: setup  ## the tests in another order each time: none depends on what another left
