@@ -110,7 +110,7 @@ FAULTS = {
         "pass",
         TRACE,
     ),
-    "batch norm twice": (SNAPSHOT, "buffer.copy_(values)", "pass", TRACE),
+    "batch norm twice": (SNAPSHOT, "tensor.copy_(values)", "pass", TRACE),
     "metrics twice": (
         SNAPSHOT,
         "tensor.data = values.clone()",
