@@ -107,10 +107,9 @@ def _error_lines(error: BaseException, words: Sequence[str]) -> list[str]:
     notes = "\n".join(getattr(error, "__notes__", [])).splitlines()
     lines += notes[: MAX_ERROR_LINES - 2]
     frames = traceback.extract_tb(error.__traceback__)
-    # A line of the user's own code, if there is one, tells more than a library's.
-    own = [each for each in frames if _is_of_user(Path(each.filename))]
     if frames and not notes:
-        last = (own or frames)[-1]
+        # A line of the user's own code is more useful than a library's.
+        last = ([each for each in frames if _is_of_user(Path(each.filename))] or frames)[-1]
         lines.append(f"  at {last.filename}:{last.lineno} in {last.name}")
     log = error.__dict__.get("error_log")
     lines.append(f"  traceback: {log}" if log else "  --debug prints the traceback")

@@ -273,8 +273,8 @@ def choose_num_workers(
         loader: The loader to measure.
         max_workers: Maximum number of workers to try.
         budget_s: Maximum seconds for all trials, excluding the start of workers.
-        num_batches: Number of batches that the run loads. All trials together, with the start of workers,
-            take at most a twentieth of the time of loading these batches without workers.
+        num_batches: Number of batches that the run loads. Workers are tried only while all trials take at
+            most a twentieth of the time of loading these batches without workers.
     """
     counts = [2**power for power in range(16) if 2**power <= max_workers]
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]

@@ -56,7 +56,7 @@ class MeanCheck:
     is_flat: bool = False
     """Whether the check is inconclusive because all parts have the same loss, for example 0."""
     moved: set[str] = field(default_factory=set[str])
-    """Names of parameters, buffers and numbers of the module that `training_step` changes."""
+    """Names of parameters and buffers of the module that `training_step` changes."""
 
 
 def check_mean(

@@ -167,7 +167,8 @@ class MicroBatchRunner:
         is_compared = not (is_first or self._is_compared)
         module = self._trainer.lightning_module
         buffers = buffer_versions(module) if is_compared else {}
-        counters = {name: value for name, value in vars(module).items() if type(value) is int}
+        numbers = vars(module).items() if is_compared else ()
+        counters = {name: value for name, value in numbers if type(value) is int}
         # The strategy averages gradients over the ranks only in the last backward pass of a step.
         synchronize = is_last and functions.is_last
         is_blocked = not synchronize and self.retry.replica is None
