@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_eff import cli
 from lightning_eff.commands._completion import SCRIPTS, complete
 from lightning_eff.core.errors import UsageError
 from lightning_eff.run import make
@@ -215,3 +216,11 @@ def test_a_real_bash_completes_what_follows_an_equals_sign() -> None:
     assert one == "micro_batch"
     assert {"adafactor", "adamw"} <= set(several.split())
     assert "=" not in several, "bash lists only what follows the sign"
+
+
+def test_an_error_of_a_library_names_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = compile("import torch\ntorch.load('missing.pt')\n", str(tmp_path / "own.py"), "exec")
+    with pytest.raises(FileNotFoundError) as error:
+        exec(code, {})
+    assert f"{tmp_path / 'own.py'}:2 in" in cli._error_lines(error.value, [])[1]
